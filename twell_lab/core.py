@@ -92,17 +92,15 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_folder: bool = True) -> None:
-    """Write a file whole or not at all: a temporary file beside it, then a rename. Follows a symbolic link.
-
-    make_folder: whether to make the file's folder where it is missing. RecordError, naming the folder, where that
-    cannot be written, and for a path that is a folder, a device or a pipe."""
+def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
+    """Write a file whole or not at all, in a folder that is made where it is missing: a temporary file beside it, then
+    a rename. Follows a symbolic link. RecordError, naming the folder, where that cannot be written, and for a path that
+    is a folder, a device or a pipe."""
     path = Path(path)
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
         target = _target(path)
-        if make_folder:
-            target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         part = target.parent / f".{secrets.token_hex(6)}.part"
         try:
             part.write_bytes(data)
@@ -113,15 +111,14 @@ def write_atomically(path: str | os.PathLike, content: str | bytes, *, make_fold
         raise _unwritable(f"{path.name!r} in the folder {str(path.parent)!r}", error) from None
 
 
-def check_folder(folder: str | os.PathLike, free: int = 0) -> None:
-    """Raise RecordError unless files of `free` bytes can be written in a folder, which is made where it is missing. For
-    use before work whose result would be lost otherwise."""
+def check_folder(folder: str | os.PathLike) -> None:
+    """Raise RecordError unless files can be written in a folder, which is made where it is missing. For use before work
+    whose result would be lost otherwise."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=Path(folder)) as file:
-            file.write(bytes(free))
+        tempfile.TemporaryFile(dir=Path(folder)).close()
     except (OSError, ValueError) as error:
-        raise _unwritable(f"in the folder {os.fspath(folder)!r}", error, free) from None
+        raise _unwritable(f"in the folder {os.fspath(folder)!r}", error) from None
 
 
 def check_target(path: str | os.PathLike) -> None:
@@ -133,9 +130,8 @@ def check_target(path: str | os.PathLike) -> None:
     check_folder(Path(path).parent)
 
 
-def _unwritable(what: str, error: Exception, free: int = 0) -> RecordError:
-    size = f" and that has {free >> 20} MiB free" if free else ""
-    return RecordError(f"cannot write {what}: {_reason(error)}; name a place that you may write{size}")
+def _unwritable(what: str, error: Exception) -> RecordError:
+    return RecordError(f"cannot write {what}: {_reason(error)}; name a place that you may write")
 
 
 @contextmanager
@@ -245,15 +241,15 @@ def _why_not_private(folder: Path) -> str | None:
 def private_folder() -> Path:
     """Return a temporary folder of this process that only its user can use, removed when the process ends. StackError
     where none can be made."""
-    try:
-        return Path(_temporary().name)
-    except OSError as error:
-        raise StackError(f"no folder can be written ({_reason(error)}); TWELL_LAB_CACHE or TMPDIR names one") from error
+    return Path(_temporary().name)
 
 
 @cache
 def _temporary() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="twell-lab-", ignore_cleanup_errors=True)
+    try:
+        return tempfile.TemporaryDirectory(prefix="twell-lab-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise StackError(f"no folder can be written ({_reason(error)}); TWELL_LAB_CACHE or TMPDIR names one") from error
 
 
 # ---- this machine: a probe that fails gives None, because a measurement must not be lost to a missing tool ----
@@ -292,10 +288,9 @@ def memory() -> int | None:
 
         return resource.getrlimit(resource.RLIMIT_AS)[0]  # -1: no limit
 
-    groups = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # "max": no limit, no number
+    groups = map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), _guarded(ulimit)]
-    for file in groups:
-        bounds.append(_guarded(lambda: int(Path(file).read_text())))
+    bounds += [_guarded(lambda: int(group.read_text())) for group in groups]  # "max": no limit, no number
     return min((bound for bound in bounds if bound is not None and bound > 0), default=None)
 
 
@@ -342,14 +337,15 @@ def let_cupy_start() -> None:
 
 
 def check_stack() -> None:
-    """Raise StackError where torch and CuPy were built for different major versions of CUDA, or two builds of CuPy are
-    installed, which would fail later with errors that name neither. A CPU build of torch, or no CuPy, passes."""
+    """Raise StackError for a `stack_fault`."""
     if fault := stack_fault():
         raise StackError(f"{fault[0]}; to mend it: {fault[1]}")
 
 
 def stack_fault() -> tuple[str, str] | None:
-    """Return what `check_stack` objects to, and the command that mends it, or None."""
+    """Return a fault of this installation, and the command that mends it: torch and CuPy were built for different major
+    versions of CUDA, or two builds of CuPy are installed, which would fail later with errors that name neither. None
+    without one, and for a CPU build of torch and no CuPy."""
     builds, theirs = cupy_packages(), major(torch_cuda())
     if not builds:
         return None
@@ -422,8 +418,9 @@ def _torch_gpus() -> list[dict]:
 def _nvidia_smi() -> list[dict]:
     """Return the GPUs that the driver's program lists, within 20 seconds: one that is being loaded can take ten."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-    rows = [line.split(", ") for line in lines if re.fullmatch(r"[^,]+, \d+\.\d+, [^,]+, [^,]+", line)]
-    size = lambda mebibytes: round(int(mebibytes) / 1024, 1) if mebibytes.isdigit() else None  # noqa: E731
-    names = ("name", "capability", "memory_gib", "driver")
-    return [dict(zip(names, (*row[:2], size(row[2]), row[3]), strict=True)) for row in rows]
+    lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    listed = []
+    for name, cc, size, driver in re.findall(r"^([^,\n]+), (\d+\.\d+), ([^,]+), (.+)$", lines, re.M):
+        memory = round(int(size) / 1024, 1) if size.isdigit() else None
+        listed.append({"name": name, "capability": cc, "memory_gib": memory, "driver": driver})
+    return listed

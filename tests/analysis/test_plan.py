@@ -59,33 +59,23 @@ def test_a_wrong_choice_is_refused(path, hot, named):
         Choice(path, hot)
 
 
-def test_a_hot_part_that_leaves_no_cold_one_is_refused():
-    with pytest.raises(InputError, match="hot is 512 of 512 neurons"):
-        layer_plan(candidate(1, "hot_cold", 512), d_ff=512)
-
-
 @pytest.mark.parametrize(
-    "rows",
+    "rows, named",
     [
-        [candidate(1), candidate(1, "twell")],
-        [candidate(1), candidate(64, chosen=False)],
-        [candidate(1, chosen=False)],
+        ([candidate(1, "hot_cold", 512)], "hot is 512 of 512 neurons"),
+        ([candidate(1), candidate(1, "twell")], "one for each is accepted"),
+        ([candidate(1), candidate(64, chosen=False)], "one for each is accepted"),
     ],
 )
-def test_one_choice_for_each_class(rows):
-    with pytest.raises(InputError, match="one for each is accepted"):
-        layer_plan(*rows)
+def test_a_wrong_plan_of_a_layer_is_refused(rows, named):
+    with pytest.raises(InputError, match=named):
+        layer_plan(*rows, d_ff=512)
 
 
 def test_a_class_holds_the_counts_up_to_its_name_and_the_last_all_beyond(plan):
     layer = plan.layers[0]
-    assert [str(layer.choice(tokens)) for tokens in (0, 1, 2, 64, 65, 9999)] == [
-        "twell",
-        "twell",
-        *["hot_cold 256"] * 4,
-    ]
-    assert layer.choices == {1: Choice("twell"), 64: Choice("hot_cold", 256)} and layer.hot == 256
-    assert plan.layer("layers.1.mlp").hot == 0
+    assert [layer.choice(tokens).path for tokens in (0, 1, 2, 64, 9999)] == ["twell"] * 2 + ["hot_cold"] * 3
+    assert layer.choices == {1: Choice("twell"), 64: Choice("hot_cold", 256)}
 
 
 # ---- the order ----
@@ -114,7 +104,7 @@ def test_cold_neurons_that_fire_most_are_spread_over_the_tiles():
 
 
 def test_tables(plan):
-    assert plan.layers[0].table()[2] == vars(plan.layers[0].candidates[2])
+    assert plan.table()[2].items() >= vars(plan.layers[0].candidates[2]).items()
     assert plan.table()[4]["layer"] == "layers.1.mlp" and len(plan.table()) == 5
     assert "dense throughout: layers.1.mlp" in str(plan) and "hot_cold 256" in str(plan)
     assert "measured us" in str(plan.layers[0]) and "mean nnz 179.7" in str(plan.layers[0])
@@ -166,10 +156,8 @@ def test_a_plan_goes_through_a_file(plan, tmp_path):
         (["version"], 3, "version 3"),
         (["layers"], 5, "'layers' is 5"),
         (["note"], "x", "note"),
-        (["layers", 1], 5, "'layers' 1 is 5"),
         (["layers", 0, "d_ff"], 601, "600 neuron_counts"),
         (["layers", 0, "candidates", 2, "hot"], 300, "multiple of 256"),
-        (["layers", 0, "candidates", 2, "tokens"], 0, "one for each is accepted"),
         (["layers", 0, "candidates", 2, "predicted_us"], math.inf, "Infinity"),
         (["layers", 0, "candidates", 2, "why"], None, "'why' is None"),
         (["layers", 0, "candidates", 2, "chosen"], False, "one for each is accepted"),

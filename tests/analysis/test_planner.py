@@ -64,10 +64,8 @@ def timed(monkeypatch):
         ({4096: (100, 50, 47, 55)}, ["hot_cold"]),
         ({4096: (100, 120, 94, 130)}, ["hot_cold"]),  # also over dense
         ({4096: (100, 120, 96, 130)}, ["dense"]),
-        (
-            {2048: (100, 50, 80, 70), 4096: (100, 80, 50, 90)},
-            ["twell", "twell"],
-        ),  # its order costs the other class more
+        # Its order costs the other class more.
+        ({2048: (100, 50, 80, 70), 4096: (100, 80, 50, 90)}, ["twell", "twell"]),
         ({2048: (100, 50, 80, 51), 4096: (100, 80, 50, 90)}, ["twell", "hot_cold"]),
         ({2048: (100, 120, 130, 150), 4096: (100, 80, 50, 90)}, ["dense", "hot_cold"]),
         ({1: (10, 5, 9, 5), 4096: (100, 120, 130, 150)}, ["twell", "dense"]),
@@ -81,7 +79,6 @@ def test_the_fastest_by_one_margin_and_hot_cold_by_another(profiled, layer, fuse
     for row in found.candidates:
         assert row.why and row.timed_on == (None if row.measured_us is None else "")
         assert row.dense_us == (None if row.measured_us is None else table[row.tokens][0])
-    assert found.hot == (256 if "hot_cold" in expected else 0) or found.hot == 512
     assert plan.inputs == planner.CAPTURED and plan.calls == "eager"
 
 
@@ -112,7 +109,7 @@ def test_without_timing_predictions_decide(profiled, layer, rates):
     plan = tl.plan(profiled, layer[0], rates=fused, tokens=(1, 16384), measure=False)
     assert plan.inputs is None and all(row["measured_us"] is None for row in plan.table())
     assert {row["path"] for row in plan.table()} == {"dense", "twell", "hot_cold"}
-    assert plan.rates == fused.as_dict() and plan.device == rates.device
+    assert plan.rates == vars(fused) and plan.device == rates.device
     for row in plan.table():
         dense = next(r for r in plan.table() if (r["tokens"], r["path"]) == (row["tokens"], "dense"))
         if row["chosen"] and row["path"] != "dense":
@@ -128,8 +125,8 @@ def test_without_timing_predictions_decide(profiled, layer, rates):
 def test_layers_that_fire_alike_share_the_trials_of_the_one_that_fires_most(rates, timed):
     layers, stack = [], nn.Module()
     for number, nnz in enumerate((20, 22, 90, 21)):
-        drawn = clock.workload(4, 512, 600, nnz, "uniform", torch.float32, "cpu")[0]
-        x = clock.workload(4000, 512, 600, nnz, "uniform", torch.float32, "cpu")[1][0]
+        drawn = clock.workload(4, 128, 600, nnz, "uniform", torch.float32, "cpu")[0]
+        x = clock.workload(1000, 128, 600, nnz, "uniform", torch.float32, "cpu")[1][0]
         layers.append(replace(profile(drawn, x).layers[0], name=f"layer{number}"))
         stack.add_module(f"layer{number}", drawn)
     asked = timed({64: (100, 50, 0, 0)})
@@ -189,8 +186,7 @@ def test_in_the_order_of_hot_cold_every_count_takes_the_path_that_is_timed(profi
     trial = Trial(profiled.layers[0], feed_forwards(layer[0])[0], 256, "eager", layer[1][1], 0)
     assert trial._make(TWELL, True) and trial._make(TWELL, False) and trial._make(HOT, True)
     plan = trial.ways[TWELL, True].plan
-    assert plan.choice(1) == plan.choice(10**6) == TWELL and plan.hot == 256
-    assert trial.ways[TWELL, False].plan.hot == 0
+    assert plan.choice(1) == plan.choice(10**6) == TWELL
     order = plan.order(256)
     assert torch.equal(trial.ways[TWELL, True].up.weight, layer[0].up_proj.weight[order])
     assert torch.equal(trial.ways[TWELL, False].up.weight, layer[0].up_proj.weight)

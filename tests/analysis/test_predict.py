@@ -132,7 +132,9 @@ def test_what_is_not_accepted(asked, message):
         predict.predict(**{"gpu": "T4", "nnz": 29, **asked})
 
 
-def test_the_command(capsys):
+def test_the_command(capsys, monkeypatch):
+    recorded = [{"gpu": "H100 SXM", "layers": 40, "least": 0.5, "median": 1.0, "most": 1.4}]
+    monkeypatch.setattr(predict, "errors", lambda: recorded)
     assert cli.main(["predict", "list"]) == 0
     assert capsys.readouterr().out.splitlines() == [each["name"] for each in predict.datasheets()]
     given = ["predict", "L4", "--nnz", "8", "--tokens", "1"]

@@ -115,13 +115,6 @@ def test_a_layer_that_lost_tokens_send_back_waits_until_fewer_neurons_fire(net):
     assert change.below[SECOND] == 50
 
 
-def test_a_switch_measures_the_break_even_of_its_own_device(net):
-    change = switching.Switch(net)
-    change.see(terms_of(1, 1))
-    # On a CPU there are no kernels, and the sparse path is the slower one: layers stay where they are.
-    assert change.below == {FIRST: 0.0, SECOND: 0.0}
-
-
 @pytest.mark.parametrize("takes", [True, False])
 def test_a_break_even_stays_within_the_room_for_entries_and_is_none_without_kernels(net, monkeypatch, takes):
     tokens = 100

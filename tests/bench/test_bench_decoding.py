@@ -4,13 +4,22 @@ import pytest
 import torch
 
 from twell_lab.bench import decoding
+from twell_lab.models.tiny import ModelConfig
 from twell_lab.ops import clock
 
 pytest.importorskip("transformers")
+SIZES = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=96, context=64)
+TINY = decoding.Shape(SIZES, 8, 8, (1, 2), 1, "cpu", torch.float32)
 
 
-def test_each_way_says_what_it_took_of_both_models():
-    steps = decoding.sections(decoding.small())
+@pytest.fixture(scope="module")
+def both():
+    return decoding.models(TINY)
+
+
+def test_each_way_says_what_it_took_of_both_models(both, monkeypatch):
+    monkeypatch.setattr(decoding, "models", lambda shape: both)
+    steps = decoding.sections(shape=TINY)
     assert [len(steps[name]) for name in ("batch 1", *decoding.WAYS)] == [3, 1, 1, 1]
     for way, one, two in zip(decoding.WAYS, steps["batch 1"], (steps[way][0] for way in decoding.WAYS)):
         if way.endswith("cache"):
@@ -22,10 +31,9 @@ def test_each_way_says_what_it_took_of_both_models():
             assert row["same"] == 1 and row["first_ms"] > 0 and row["workload"].endswith(f"batch {row['batch']}")
 
 
-def test_other_tokens_are_not_timed(monkeypatch):
-    shape = decoding.small()
+def test_other_tokens_are_not_timed(both, monkeypatch):
     said = iter([torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16, dtype=torch.int64)])
     monkeypatch.setitem(decoding.WAYS, "wrong", lambda *_: next(said))
-    monkeypatch.setattr(decoding, "_seconds", lambda call: 1.0)
+    monkeypatch.setattr(decoding, "_walls", lambda call, rounds: rounds * [1.0])
     with pytest.raises(clock.WrongResult, match="planned, batch 8: not even the first"):
-        decoding.decoding_rows(lambda: decoding.models(shape), shape, "wrong", 8)
+        decoding.decoding_rows(lambda: both, TINY, "wrong", 8)

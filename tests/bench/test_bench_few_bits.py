@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twell_lab.bench import few_bits
+from twell_lab.bench import methods
 from twell_lab.bench.methods import Sizes, swapped
 from twell_lab.layers.choice import Choice
 from twell_lab.ops import clock
@@ -16,14 +16,14 @@ FEW = Sizes(64, 128, dtype=torch.float32, device="cpu", seconds=0.01)
 
 
 def test_each_path_beside_the_dense_layer_with_its_error():
-    made = few_bits.few_bits_rows(5, FEW)
+    made = methods.few_bits_rows(5, FEW)
     Record.new("comparison", "a test", made)
     paths = ["dense eager", "forced twell", "forced int8 (lossy)", "forced twell_int8 (lossy)"]
-    assert [row["path"] for row in made] == [*paths, few_bits.PLAIN, few_bits.APART, few_bits.EXPANDED]
+    assert [row["path"] for row in made] == [*paths, methods.PLAIN, methods.APART, methods.EXPANDED]
     assert all(row["kind"] == "few bits" and row["tokens"] == 5 and row["d_ff"] == 128 for row in made)
     dense, exact, *lossy, _, part, _ = made
-    assert dense["left_out"].keys() == {"fp8", few_bits.WITHIN, few_bits.TWO_FOUR}
-    assert "8.9" in dense["left_out"]["fp8"] and "cuSPARSELt" in dense["left_out"][few_bits.TWO_FOUR]
+    assert dense["left_out"].keys() == {"fp8", methods.WITHIN, methods.TWO_FOUR}
+    assert "8.9" in dense["left_out"]["fp8"] and "cuSPARSELt" in dense["left_out"][methods.TWO_FOUR]
     assert exact["error"] < 1e-6 and all(1e-4 < row["error"] < 0.08 for row in lossy)
     assert "error" not in part and part["x_dense"] is None
 
@@ -34,16 +34,16 @@ def test_a_product_of_few_bits_is_held_against_rounded_values(monkeypatch):
     layer, (x, *_) = clock.workload(64, 256, 512, 29, "lognormal", torch.bfloat16, "cpu")
     y = swapped(layer, Choice("int8"))(x)
     assert output_error(y, layer.double()(x.double())) > MOST
-    off = few_bits.off_on_rounded(layer.bfloat16(), x, y, *few_bits.ROUNDED["int8"])
+    off = methods.off_on_rounded(layer.bfloat16(), x, y, *methods.ROUNDED["int8"])
     assert off.keys() == {"g", "u", "y"} and max(off.values()) < 0.004  # a rounding to bfloat16
-    monkeypatch.setattr(few_bits, "swapped", lambda layer, choice: lambda x: 1.03 * swapped(layer, choice)(x))
-    monkeypatch.setattr(few_bits, "PATHS", ("int8",))
+    monkeypatch.setattr(methods, "swapped", lambda layer, choice: lambda x: 1.03 * swapped(layer, choice)(x))
+    monkeypatch.setattr(methods, "PATHS", ("int8",))
     with pytest.raises(WrongResult, match="y of int8 is off by [23].*: nothing was timed"):
-        few_bits.few_bits_rows(5, FEW)
+        methods.few_bits_rows(5, FEW)
 
 
 E4M3 = torch.float8_e4m3fn
-MOST = few_bits.MOST_OFF["fp8"]
+MOST = methods.MOST_OFF["fp8"]
 
 
 @torch.no_grad()
@@ -63,5 +63,5 @@ def test_a_fault_of_one_row_is_found(fault):
     down = scaled(down, output, 1.2) if fault == "down's scale" else down
     y = fp8_linear(torch.relu(fp8_linear(x, gate)) * fp8_linear(x, up), down)
     y[-1] *= {"token's scale": 1.2, "no number": torch.nan}.get(fault, 1)
-    off = few_bits.off_on_rounded(layer, x, y, fp8_linear, E4M3)
+    off = methods.off_on_rounded(layer, x, y, fp8_linear, E4M3)
     assert not off["y"] <= MOST and max(off["g"], off["u"]) < MOST

@@ -3,36 +3,36 @@
 import pytest
 import torch
 
-from twell_lab.bench import pruning
+from twell_lab.bench import losses
 from twell_lab.records import Record
 from twell_lab.sparsities.blocks import empty_share
 from twell_lab.sparsities.two_four import is_two_four
 from twell_lab.sparsities.weights import SparseLinear
 from twell_lab.training.config import TrainConfig
 
-TINY = pruning.Shape(
+TINY = losses.Pruned(
     TrainConfig(d_model=32, layers=1, heads=2, d_ff=64, context=32, batch=4, steps=12, lr=3e-3, warmup=2, device="cpu"),
     steps=9,
     windows=8,
 )
-WAYS = {way.name: way for way in pruning.WAYS}
+WAYS = {way.name: way for way in losses.WAYS}
 
 
 @pytest.fixture(scope="module")
 def trained():
-    return pruning.Trained(TINY, 0)
+    return losses.Trained(TINY, 0)
 
 
 @pytest.fixture(scope="module")
 def rows(trained):
     first = {name: value.clone() for name, value in trained.model.state_dict().items()}
-    made = [row for way in pruning.WAYS for row in pruning.way_rows(trained, way)]
+    made = [row for way in losses.WAYS for row in losses.way_rows(trained, way)]
     assert all(torch.equal(value, first[name]) for name, value in trained.model.state_dict().items())
     return {row["path"]: row for row in made}
 
 
 def test_a_row_says_what_was_pruned_and_what_it_cost(rows, trained):
-    assert list(rows) == [way.name for way in pruning.WAYS]
+    assert list(rows) == [way.name for way in losses.WAYS]
     Record.new("pruning", "a test's own", [*rows.values()])
     dense = rows["dense"]
     assert dense["sparsity"] == 0 and dense["bits_before"] != dense["bits_after"]
@@ -53,7 +53,7 @@ def test_a_row_says_what_was_pruned_and_what_it_cost(rows, trained):
 def test_the_zeros_are_where_the_way_has_them_and_stay(name, trained, monkeypatch):
     kept = []
     monkeypatch.setattr(trained, "bits", lambda model: kept.append(model) or 1.0)
-    pruning.way_rows(trained, WAYS[name])
+    losses.way_rows(trained, WAYS[name])
     model = kept[-1]  # the last one that is measured, trained on
     weights = {each: module.weight for each, module in model.named_modules() if isinstance(module, SparseLinear)}
     assert len(weights) == 5 and isinstance(model.head, torch.nn.Linear)

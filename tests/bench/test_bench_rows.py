@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from twell_lab.bench import host, rows
+from twell_lab.bench import rows, training
 from twell_lab.bench.forward import Case
 from twell_lab.ops import clock as clocks
 
@@ -68,8 +68,8 @@ def test_a_row_is_compared_with_the_dense_layer_that_was_run_in_the_same_way():
 
 def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(host, "ROUNDS", 2)
-    made = host.rows(Case(3, d_model=32, d_ff=600))
+    monkeypatch.setattr(training, "ROUNDS", 2)
+    made = training.host_rows(Case(3, d_model=32, d_ff=600))
     works = {"forward": ["dense eager", "dense", "twell", "hot_cold 512"]}
     works["forward and backward"] = ["dense eager", "dense", "twell"]
     assert [(row["workload"], row["path"]) for row in made] == [(work, path) for work in works for path in works[work]]

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from twell_lab.bench import predictors, rows, thresholds
+from twell_lab.bench import losses, rows
 from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.ops import clock
 from twell_lab.records import Record
 
-TINY = thresholds.Shape(
+TINY = losses.Cut(
     ModelConfig(d_model=32, layers=2, heads=2, d_ff=300, context=32),
     batch=8,
     steps=60,
@@ -25,7 +25,7 @@ TINY = thresholds.Shape(
     device="cpu",
 )
 CHOSEN = replace(
-    predictors.small(), l1=1e-2, windows=4, rank=4, recalls=(0.5, 1.0), shares=(0.1, 1.0), sparsities=(0.9,)
+    losses.SMALL_CHOSEN, l1=1e-2, windows=4, rank=4, recalls=(0.5, 1.0), shares=(0.1, 1.0), sparsities=(0.9,)
 )
 CHOSEN = replace(
     CHOSEN, config=replace(CHOSEN.config, d_model=32, layers=2, heads=2, d_ff=256, context=32, device="cpu")
@@ -35,7 +35,7 @@ CHOSEN = replace(CHOSEN, config=replace(CHOSEN.config, batch=4, steps=12, warmup
 
 @pytest.fixture(scope="module")
 def trained():
-    return thresholds.Trained(TINY)
+    return losses.Calibrated(TINY)
 
 
 def broken(model, *_, **__):
@@ -44,10 +44,10 @@ def broken(model, *_, **__):
 
 
 def test_a_cut_says_what_it_costs_and_what_a_step_takes(trained):
-    steps = thresholds.sections(TINY)["thresholds"]
+    steps = losses.thresholds(shape=TINY)["thresholds"]
     assert len(steps) == 2 and all(isinstance(layer.mlp.act_fn, nn.SiLU) for layer in trained.model.layers)
-    for method, path in thresholds.PATHS.items():
-        made = thresholds.cut_rows(trained, method, 0.9)
+    for method, path in losses.PATHS.items():
+        made = losses.cut_rows(trained, method, 0.9)
         paths = ["dense eager", "thresholds, dense", f"thresholds, forced {path}"]
         assert [row["path"] for row in made] == 2 * paths and [row["tokens"] for row in made] == [1] * 3 + [3] * 3
         for row in made:
@@ -62,14 +62,14 @@ def test_a_cut_says_what_it_costs_and_what_a_step_takes(trained):
 
 
 def test_a_path_that_computes_something_else_is_not_timed(trained, monkeypatch):
-    monkeypatch.setattr(thresholds, "sparsify", lambda *given: broken(sparsify(*given)))
-    monkeypatch.setattr(thresholds, "variant_rows", lambda *_, **__: pytest.fail("it was timed"))
+    monkeypatch.setattr(losses, "sparsify", lambda *given: broken(sparsify(*given)))
+    monkeypatch.setattr(losses, "decode_rows", lambda *_, **__: pytest.fail("it was timed"))
     with pytest.raises(clock.WrongResult, match="forced kept_inputs: a layer is off by .* times what is allowed"):
-        thresholds.cut_rows(trained, "teal", 0.9)
+        losses.cut_rows(trained, "teal", 0.9)
 
 
 def test_chosen_neurons_say_what_they_cost():
-    (step,) = predictors.sections(CHOSEN)["chosen neurons"]
+    (step,) = losses.predictors(shape=CHOSEN)["chosen neurons"]
     made = {row["path"]: row for row in step()}
     assert set(made) == {
         "dense eager",
@@ -98,8 +98,8 @@ def test_chosen_neurons_say_what_they_cost():
 
 
 def test_nothing_is_timed_where_the_lossless_path_is_wrong(monkeypatch):
-    monkeypatch.setattr(predictors, "sparsify", broken)
-    monkeypatch.setattr(predictors, "_lossy", lambda *_: [])
+    monkeypatch.setattr(losses, "sparsify", broken)
+    monkeypatch.setattr(losses, "_lossy", lambda *_: [])
     monkeypatch.setattr(rows, "clocked", lambda *_, **__: pytest.fail("it was timed"))
     with pytest.raises(clock.WrongResult, match="forced twell"):
-        predictors.chosen_rows(CHOSEN)
+        losses.chosen_rows(CHOSEN)

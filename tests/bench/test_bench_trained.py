@@ -2,16 +2,18 @@
 what a profile takes."""
 
 import math
+import subprocess
 from dataclasses import replace
 
 import pytest
 
 from twell_lab.app import recordings, tables
-from twell_lab.bench import profiling, runs, trained
+from twell_lab.bench import whole
+from twell_lab.core import TwellError
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
 
-BASE = trained.small()
+BASE = whole.SMALL
 CONFIG = replace(BASE.config, d_model=32, d_ff=300, context=32, batch=8, steps=60, log_every=3, eval_every=60)
 TINY = replace(BASE, config=replace(CONFIG, eval_windows=16), sequences=(2, 4), batches=(1, 3), cached=16, seconds=0.0)
 PATHS = ["dense eager", "planned", "forced twell"]
@@ -20,13 +22,13 @@ PATHS = ["dense eager", "planned", "forced twell"]
 @pytest.fixture(scope="module")
 def record():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trained, "small", lambda: TINY)
+        patch.setattr(whole, "SMALL", TINY)
         patch.setattr("torch.cuda.is_available", lambda: False)
         return recordings.make("trained", seconds=1000.0)
 
 
 def test_both_are_trained_alike_but_for_l1(record):
-    sparse, twin = (row for row in record.rows if row["kind"] == trained.RUN)
+    sparse, twin = (row for row in record.rows if row["kind"] == whole.RUN)
     for row in (sparse, twin):
         history = row["history"]
         assert row["steps"] == 60 == history["step"][-1] and row["tokens"] == 256 and row["read"] == 60 * 256
@@ -43,7 +45,7 @@ def test_both_are_trained_alike_but_for_l1(record):
 
 
 def test_its_own_firing_is_timed_beside_the_twin(record):
-    rows = [row for row in record.rows if row["kind"] != trained.RUN]
+    rows = [row for row in record.rows if row["kind"] != whole.RUN]
     sparse = [f"trained with L1, {work}" for work in ("decode step, batch 1", "decode step, batch 3")]
     sparse += [f"trained with L1, {count} x 32 tokens" for count in (2, 4)]
     assert [(row["workload"], row["path"]) for row in rows] == [
@@ -71,8 +73,8 @@ def test_the_tables(record):
 
 def test_the_twin_is_left_out_where_time_is_short(monkeypatch):
     asked = []
-    monkeypatch.setattr(trained, "run_rows", lambda name, config, models: asked.append(name) or [])
-    rest = trained.sections({}, TINY)[trained.TWIN]
+    monkeypatch.setattr(whole, "run_rows", lambda name, config, models: asked.append(name) or [])
+    rest = whole.trained({}, TINY)[whole.TWIN]
     assert [row for step in rest for row in step()] == [] and not asked
 
 
@@ -82,30 +84,25 @@ RUN = {"steps": 16, "batch": 4, "context": 16, "d_model": 16, "layers": 2, "head
 RUN |= {"log_every": 2, "eval_every": 16, "eval_windows": 4, "compile": False, "tokenizer": None}
 
 
-def test_two_processes_train_the_same_and_stand_beside_their_dense_run():
-    rows = runs.rows(RUN, ((1, "ddp"), (2, "fsdp")), "sparse", device="cpu")
-    assert [row["path"] for row in rows] == [
-        "1 GPU, dense",
-        "1 GPU, sparse",
-        "2 GPUs, fsdp, dense",
-        "2 GPUs, fsdp, sparse",
-    ]
-    for dense, sparse in (rows[:2], rows[2:]):
-        assert dense["x_dense"] == 1 and sparse["x_dense"] == pytest.approx(dense["ms"] / sparse["ms"])
-    for row in rows[1:]:
-        assert row["ce"] == pytest.approx(rows[0]["ce"], rel=1e-3)
-        assert row["nnz"] == pytest.approx(rows[0]["nnz"], rel=1e-2)
+def test_two_processes_train_and_stand_beside_their_dense_run():
+    rows = whole.training_runs(RUN, ((2, "fsdp"),), "sparse", device="cpu")
+    assert [row["path"] for row in rows] == ["2 GPUs, fsdp, dense", "2 GPUs, fsdp, sparse"]
+    dense, sparse = rows
+    assert dense["x_dense"] == 1 and sparse["x_dense"] == pytest.approx(dense["ms"] / sparse["ms"])
+    assert sparse["ce"] == pytest.approx(dense["ce"], rel=1e-3)
+    assert sparse["nnz"] == pytest.approx(dense["nnz"], rel=1e-2)
     assert Record.new("two-gpus", "as it is kept", rows).rows == rows
 
 
-def test_a_run_that_fails_says_why():
-    with pytest.raises(runs.RunFailed, match="(?s)^1 GPU, dense: exit status 1\n.*training diverged"):
-        runs.rows({**RUN, "lr": 1e30, "warmup": 1}, ((1, "ddp"),), device="cpu")
+def test_a_run_that_fails_says_why(monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "training", " diverged")
+    monkeypatch.setattr(whole.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(TwellError, match="(?s)^1 GPU, dense: exit status 1\n.*training diverged"):
+        whole.training_runs(RUN, ((1, "ddp"),), device="cpu")
 
 
 def test_a_profile_is_timed_beside_a_plain_forward():
     sizes = ModelConfig(d_model=32, layers=2, heads=2, d_ff=64, context=32)
-    plain, counted = profiling.profiling_rows(sizes, sequences=4)
-    assert (plain["path"], counted["path"]) == ("plain forward", "profile") and plain["times_plain"] == 1
-    assert counted["times_plain"] == pytest.approx(counted["ms"] / plain["ms"], abs=1e-3)
+    plain, counted = whole.profiling_rows(sizes, sequences=4)
+    assert (plain["path"], counted["path"]) == ("plain forward", "profile") and plain["x_dense"] == 1
     assert plain["tokens"] == 2 * 4 * 32 and 16 < counted["nnz"] < 48 and "random weights" in plain["workload"]

@@ -147,28 +147,3 @@ def test_formats_of_torch_have_a_row_at_every_density_and_zeros_beside_random_va
         ("matmul_data", "zeros"),
     ]
     assert all((row["tokens"], row["d_ff"], row["d_model"]) == (12, 40, 16) for row in made)
-
-
-# ---- what it says ----
-
-
-def row(*samples):
-    return {"ms": sorted(samples)[len(samples) // 2], "samples": samples}
-
-
-@pytest.mark.parametrize(
-    ("times", "said"),
-    [
-        ((0.5, 2.0, 8.0), "96.84% (96.70% to 96.96%)"),  # halfway between, on logarithmic axes
-        ((3.0, 3.0, 3.0), "nowhere measured"),
-        ((0.2, 0.3, 0.5), "50.0%, the fewest measured"),
-        ((3.0, 0.5, 0.2), "in between"),
-        ((0.99, 2.0, 8.0), "98.97% (98.88% to more than was measured)"),
-    ],
-)
-def test_where_a_method_begins_to_win(times, said):
-    points = [
-        (density, row(0.9 * ms, ms, ms, 1.1 * ms), row(1.0, 1.0, 1.0, 1.0))
-        for density, ms in zip((0.01, 0.1, 0.5), times)
-    ]
-    assert comparison.begins(reversed(points)) == said

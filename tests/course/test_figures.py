@@ -8,17 +8,17 @@ from tests.course.recorded_rows import everything, gates
 from tests.course.sparsity_map.test_sparsity_map import ROWS as PRODUCTS
 from twell_lab.core import InputError
 from twell_lab.course import (
-    backward,
-    choosing,
     clocks,
     conversion,
     measure,
     packing,
     puzzles,
-    speedups,
     sweep,
     training,
 )
+from twell_lab.course.backward import figures as backward_figures
+from twell_lab.course.backward import measured
+from twell_lab.course.choosing import figures as choosing_figures
 from twell_lab.course.conversion.data import HERE
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.hopper import figures as hopper_figures
@@ -26,6 +26,7 @@ from twell_lab.course.packing.data import smallest
 from twell_lab.course.roofline import data as roofline
 from twell_lab.course.roofline import figures as roofline_figures
 from twell_lab.course.sparsity_map import figures as sparsity_figures
+from twell_lab.course.speedups import figures as speedup_figures
 from twell_lab.course.thresholds import figures as threshold_figures
 
 
@@ -48,13 +49,10 @@ RUNS = {
 }
 VIEW = {
     "what": "made-up numbers",
-    "method": "cats",
-    "greedy": False,
     "gpu": "L4",
-    "tokens": 64,
     "sparsity": 0.5,
     "layers": ["layer 0", "layer 1"],
-    "density": {"activation": [0.5, 0.25]},
+    "density": [0.5, 0.25],
     "error": [0.125, 0.0625],
     "overflow": [1.0, 0.5],
     "path": ["dense", "twell"],
@@ -64,7 +62,7 @@ VIEW = {
     "loss": 0.02,
     "measured": False,
     "points": [(0.0, 0.0, 0.0, 0.0), (0.75, 0.03, 0.01, 0.06)],
-    "step": {"what": "decoding a token", "device": "CPU", "path": "twell", "ms": 2.5, "dense_ms": 2.25},
+    "step": {"device": "CPU", "ms": 2.5, "dense_ms": 2.25},
     "steps": [(0.5, 3.0, 2.5, 4.0, 2.0), (0.75, 2.5, 2.375, 2.75, 2.25)],
 }
 DENSITIES = [
@@ -74,15 +72,15 @@ DENSITIES = [
 ]
 
 
-def whole_steps() -> dict:
+def whole_steps() -> list[dict]:
     rows = steps.compared() + steps.compared(29.2, "trained, L1 0.0001, layer 0")
-    return backward.measured.series(steps.placed(rows))
+    return measured.layers(steps.placed(rows))
 
 
 # name -> (the figure, {name of a trace: its y, or its x where that says more})
 SHOWN = {
     "training steps": (
-        lambda: backward.figures.paths(whole_steps()),
+        lambda: backward_figures.paths(whole_steps()),
         {
             "sparse: a few neurons fire often": [3.0],
             "sparse: layers of a trained model": [3.0],
@@ -143,12 +141,12 @@ def test_traces_hold_the_numbers_given(name):
 
 
 NOTHING = {
-    "steps": lambda: backward.figures.steps([], []),
-    "paths": lambda: backward.figures.paths({}),
-    "models": lambda: backward.figures.models([]),
-    "micro-tiles": lambda: choosing.figures.products([]),
-    "firing": lambda: choosing.figures.firing(torch.ones(4), None),
-    "winners": lambda: choosing.figures.winners([]),
+    "steps": lambda: backward_figures.steps([]),
+    "paths": lambda: backward_figures.paths([]),
+    "models": lambda: backward_figures.models([]),
+    "micro-tiles": lambda: choosing_figures.products([]),
+    "firing": lambda: choosing_figures.firing(torch.ones(4), None),
+    "winners": lambda: choosing_figures.winners([]),
     "parts": lambda: hopper_figures.parts([]),
     "against nnz": lambda: hopper_figures.against_nnz([]),
     "cells": lambda: hopper_figures.loss_map([]),
@@ -157,13 +155,13 @@ NOTHING = {
     "versions": lambda: roofline_figures.versions([], 0.4),
     "zeros": lambda: sparsity_figures.by_zeros([]),
     "trained on": lambda: sparsity_figures.after_training([]),
-    "beside layers": lambda: speedups.figures.beside_layers([]),
-    "law": lambda: speedups.figures.law([]),
-    "pieces": lambda: speedups.figures.pieces([]),
-    "times": lambda: speedups.figures.times([]),
-    "tokens": lambda: speedups.figures.by_tokens([]),
-    "nnz": lambda: speedups.figures.by_nnz({"forward": {}}, None, ""),
-    "costs": lambda: speedups.figures.costs([]),
+    "beside layers": lambda: speedup_figures.beside_layers([]),
+    "law": lambda: speedup_figures.law([]),
+    "pieces": lambda: speedup_figures.pieces([]),
+    "times": lambda: speedup_figures.times([]),
+    "tokens": lambda: speedup_figures.by_tokens([]),
+    "nnz": lambda: speedup_figures.by_nnz([]),
+    "costs": lambda: speedup_figures.costs([]),
 }
 
 
@@ -175,34 +173,13 @@ def test_a_figure_without_rows_says_so(name):
 @pytest.mark.parametrize(
     ("draw", "words"),
     [
-        (lambda: backward.figures.quantities({}, [[True]]), "1 to 6"),
-        (lambda: backward.figures.product([[True]], 16), "one of them"),
-        (lambda: backward.figures.switching([], 32, 6.0), "empty"),
-        (lambda: clocks.figures.timeline(2.0, 1.0, "a queue"), "in this order"),
-        (lambda: clocks.figures.ladder({}), "one ratio or more"),
-        (lambda: clocks.figures.readings([(0.5, 9.0)]), "two or more"),
-        (lambda: measure.figures.bars({"nothing": [0.0]}, ""), "above zero"),
-        (lambda: packing.figures.geometries([]), "empty"),
-        (lambda: sparsity_figures.loss_by_sparsity([]), "no rows"),
         (lambda: sweep.figures.picked(sweep.recorded().rows, 99), "there are runs 0 to"),
         (lambda: training.figures.picked_run(RUNS, index=3), "0 to 2"),
-        (lambda: training.figures.density_against_loss({}), "nothing to draw"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(draw, words):
     with pytest.raises(InputError, match=words):
         draw()
-
-
-def test_readings_are_of_one_loop():
-    assert clocks.figures.readings([(0.5, 9.0), (0.1, 1.0), (0.2, 2.0), (0.3, 6.0)]) == {
-        "median": [1.0, 2.0, 6.0],
-        "mean": [3.0],
-        "best": [1.0],
-        "worst": [6.0],
-        "first call": [9.0],
-        "stopped at the return": [0.2],
-    }
 
 
 def test_the_recorded_sweep_is_drawn_with_every_run_once():

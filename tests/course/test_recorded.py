@@ -64,3 +64,10 @@ def test_times_of_now_have_the_form_of_a_record(my_gpu):
     )
     assert (dense["x_dense"], ours["x_dense"], ours["ms"], ours["dense_ms"]) == (1, 2, 2, 4)
     assert set(row()) <= set(ours) and ours["where"] == "yours, now, on My GPU"
+
+
+@pytest.mark.parametrize(
+    "points, met", [([(8, 2.0), (29, 1.0), (60, 0.5)], (29, 60)), ([(60, 0.5), (8, 2.0)], (8, 60)), ([(8, 0.9)], None)]
+)
+def test_where_something_stops_being_as_fast_as_dense(points, met):
+    assert recorded.crossed(points) == met

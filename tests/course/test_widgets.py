@@ -17,7 +17,6 @@ from tests.simulator import recorded
 from twell_lab import plots, simulator
 from twell_lab.core import InputError
 from twell_lab.course import (
-    backward,
     first_kernels,
     measure,
     packing,
@@ -27,14 +26,13 @@ from twell_lab.course import (
     training,
     widgets,
 )
+from twell_lab.course.backward import data as backward
+from twell_lab.course.backward import figures as backward_figures
 from twell_lab.course.backward import widget as backward_widget
 from twell_lab.course.first_kernels.widget import StepExplorer
-from twell_lab.course.measure import widget as measure_widget
 from twell_lab.course.packing.widget import TileExplorer
 from twell_lab.course.sparsity_map.widget import WeightExplorer
-from twell_lab.course.sweep import widget as sweep_widget
 from twell_lab.course.thresholds.widget import ThresholdExplorer
-from twell_lab.course.training import widget as training_widget
 from twell_lab.ops.reference import GatedFeedForward
 from twell_lab.simulator.trace import Trace
 from twell_lab.training.sweep import pressed
@@ -48,9 +46,18 @@ def gate_thresholds() -> dict:
     return measure.threshold_sweep(GatedFeedForward(32, 64), torch.randn(20, 32), [0.0, 0.25, 0.5, 0.75, 1.0])
 
 
+def threshold_explorer() -> widgets.Explorer:
+    return widgets.Explorer(
+        measure.figures.threshold(gate_thresholds()),
+        lambda figure, index: measure.figures.move_threshold(figure, gate_thresholds(), index),
+        [(f"{row['threshold']:.2f}", row["threshold"]) for row in gate_thresholds()["rows"]],
+        "threshold on the gate",
+    )
+
+
 @cache
 def capacities() -> list[dict]:
-    return backward.capacity_sweep(backward.drawn(), 0.05, [0, 60, 140])
+    return backward.capacity_sweep([5] * 24, 40, [0, 60, 140])
 
 
 RUNS = {
@@ -116,22 +123,32 @@ def places(*values, slider="slider") -> list:
 
 WIDGETS = {
     "threshold": Case(
-        lambda: measure_widget.threshold_explorer(gate_thresholds()),
+        threshold_explorer,
         lambda shown: measure.figures.threshold(gate_thresholds(), shown.index),
         places(0.5, 1.0, 0.0),
     ),
     "capacity": Case(
         lambda: backward_widget.capacity_explorer(capacities()),
-        lambda shown: backward.figures.capacity(capacities(), shown.index),
+        lambda shown: backward_figures.capacity(capacities(), shown.index),
         places(140, 60, 0),
     ),
     "run": Case(
-        lambda: training_widget.run_explorer(RUNS),
+        lambda: widgets.Explorer(
+            training.figures.picked_run(RUNS),
+            lambda figure, index: training.figures.pick_run(figure, RUNS, index),
+            [(name, name) for name in RUNS],
+            "run",
+        ),
         lambda shown: training.figures.picked_run(RUNS, shown.index),
         places("L1 1e-2", "no L1", "L1 1e-3"),
     ),
     "recorded run": Case(
-        lambda: sweep_widget.run_explorer(recorded_sweep(), "recorded somewhere"),
+        lambda: widgets.Explorer(
+            sweep.figures.picked(recorded_sweep(), 0, "recorded somewhere"),
+            lambda figure, index: sweep.figures.pick(figure, recorded_sweep(), index, "recorded somewhere"),
+            [(sweep.figures.short(row), row["config"]["l1"]) for row in pressed(recorded_sweep())],
+            "L1",
+        ),
         lambda shown: sweep.figures.picked(recorded_sweep(), shown.index, "recorded somewhere"),
         places(*[row["config"]["l1"] for row in pressed(recorded_sweep())][2::-1]),
     ),
@@ -212,16 +229,8 @@ def test_a_move_is_light(name, monkeypatch):
     ("make", "words"),
     [
         (lambda: widgets.Explorer(go.Figure(), lambda figure, index: None, [], "nothing"), "choices"),
-        (lambda: training_widget.run_explorer({}), "nothing to draw"),
         (lambda: StepExplorer(trace(), [3, 2]), "ascending"),
         (lambda: StepExplorer(trace(), [10_000]), "ascending"),
-        (lambda: TileExplorer([[1.0]]), "list"),
-        (lambda: TileExplorer(torch.zeros(0, 4)), r"\[0, 4\]"),
-        (lambda: TileExplorer(torch.zeros(2, 4, dtype=torch.int32)), "int32"),
-        (lambda: TileExplorer(gate(), part=2), "part is 2"),
-        (lambda: TileExplorer(gate(), threshold=-1.0), "threshold is -1"),
-        (lambda: WeightExplorer(torch.randn(4, 4)), "weigh returned"),
-        (lambda: ThresholdExplorer({}), "counted is a dict"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(make, words):
@@ -234,7 +243,7 @@ def test_without_anywidget_the_figure_is_drawn_anew(monkeypatch):
         raise ImportError("Please install anywidget to use the FigureWidget class")
 
     monkeypatch.setattr(go, "FigureWidget", refuse)
-    shown = measure_widget.threshold_explorer(gate_thresholds())
+    shown = threshold_explorer()
     shown.slider.value = 0.75
     assert shown._canvas is not None and shown.index == 3
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import twell_lab as tl
@@ -25,7 +25,6 @@ from twell_lab.formats import (
     TwELL,
     as_tensor,
     check_tensor,
-    join_words,
     packed_and_pool,
     split_words,
     word_dtype,
@@ -103,6 +102,7 @@ def ordinary(rows, width, dtype=torch.bfloat16, density=0.3, seed=0):
 
 
 @pytest.mark.parametrize("name", CLASSICS)
+@settings(max_examples=40)
 @given(drawn=matrices(dtypes=tuple(BITS)))
 def test_classics_give_back_every_bit(name, drawn):
     x, bits = drawn
@@ -157,10 +157,7 @@ def test_wide_gates_and_tiles(dtype, width, tile, words):
     gate[1, -300:], gate[0, :40], gate[0, -1] = 1, 2, 4
     packed = TwELL.from_gate(gate, tile, words)
     assert packed.counts.shape == (3, -(-width // tile)) and (packed.tile, packed.slots) == (tile, words - 1)
-    assert torch.equal(packed.to_dense(), gate.clamp(min=0)) and TwELL.from_gate(gate[:0]).to_dense().shape == (
-        0,
-        width,
-    )
+    assert torch.equal(packed.to_dense(), gate.clamp(min=0))
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -228,14 +225,6 @@ def test_bytes():
         assert packed.nbytes == nbytes
 
 
-@given(drawn=matrices())
-def test_joined_words_split_again(drawn):
-    x, _ = drawn
-    columns = torch.arange(x.numel()).reshape(x.shape) * 65_535 // max(1, x.numel() - 1)
-    value, column = split_words(join_words(x, columns), x.dtype)
-    assert to_bits(value) == to_bits(x) and torch.equal(column, columns)
-
-
 def test_packing_carries_no_gradient_and_prints_what_it_holds():
     gate = torch.tensor([[1.0, 2.0, 3.0, -1.0], [0.0, -1.0, -2.0, 4.0]], requires_grad=True)
     packed = TwELL.from_gate(gate, tile=3, words=3)  # two slots a tile: the third of the first row's first tile is late
@@ -248,6 +237,7 @@ def test_packing_carries_no_gradient_and_prints_what_it_holds():
 
 
 @pytest.mark.parametrize("name", MATRICES)
+@settings(max_examples=25)
 @given(drawn=matrices())
 def test_what_holds_the_same_matrix_is_equal(name, drawn):
     make, (x, _) = MATRICES[name], drawn
@@ -358,12 +348,9 @@ def test_what_twell_does_not_take(make):
     for words in (1, 0, -5, 258, 32.0, None):
         with pytest.raises(InputError, match=f"words is {words!r}"):
             make(x, words=words)
-
-
-@pytest.mark.parametrize("limit", [-1, 1.5, None])
-def test_hybrid_names_a_wrong_limit(limit):
-    with pytest.raises(InputError, match=f"limit is {limit!r}"):
-        Hybrid.from_dense(torch.ones(2, 3), limit)
+    for limit in (-1, 1.5, None):
+        with pytest.raises(InputError, match=f"limit is {limit!r}"):
+            Hybrid.from_dense(x, limit)
 
 
 def altered():

@@ -13,7 +13,7 @@ from tests.gpu import needed
 from tests.ops.rows import blocks as block_rows
 from tests.ops.rows import microtiles as tile_rows
 from tests.ops.rows import spmm as spmm_rows
-from twell_lab.bench import experiments, few_bits, methods
+from twell_lab.bench import experiments, methods
 from twell_lab.formats import COO, CSR, ELL
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
@@ -249,8 +249,8 @@ def test_the_layer_is_right_by_its_products_as_the_record_asks(name, tokens):
     needed.path(name)
     layer, (x, *_) = clock.workload(tokens, 2048, 5632, methods.NNZ, "lognormal", BF16, "cuda")
     y = methods.swapped(layer, Choice(name))(x)
-    off = few_bits.off_on_rounded(layer, x, y, *few_bits.ROUNDED[name])
-    assert max(off.values()) <= few_bits.MOST_OFF[name], off
+    off = methods.off_on_rounded(layer, x, y, *methods.ROUNDED[name])
+    assert max(off.values()) <= methods.MOST_OFF[name], off
 
 
 # ---- paths

@@ -98,7 +98,6 @@ MODELS = {
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", DEEPSEEK),
     "Wav2Vec2": ("Wav2Vec2ForCTC", BERT | WAVES),
 }
-ROUTED = ("Mixtral", "OLMoE", "Qwen2-MoE", "DeepSeek-V3")
 CAUSAL = [name for name, (kind, _) in MODELS.items() if "Causal" in kind or "LMHead" in kind or "Conditional" in kind]
 # Their activation stands in their code, not in their configuration.
 CODED = ("MPT", "Bloom")

@@ -52,14 +52,6 @@ def test_some_experts_alone(model):
     assert torch.equal(logits(densify(model)), expected) and "forward" not in vars(home(model))
 
 
-def test_a_profile_leaves_out_masked_tokens(model):
-    batch = given(model)
-    batch["attention_mask"][0, :4] = 0
-    for _ in range(2):
-        assert sum(layer.tokens for layer in tl.profile(model, batch).layers) == 2 * 2 * 14
-        sparsify(model, "twell")
-
-
 @pytest.mark.parametrize("told", [True, False])
 def test_gradients_where_layers_report_and_where_not(model, told):
     dense, sparse = model.train(), sparsify(copy.deepcopy(model), "twell").train()
@@ -135,10 +127,7 @@ def test_transposed_weights_are_read_as_such():
     [
         lambda dense, x, chosen, weights: 2 * dense(x, chosen, weights),
         lambda dense, x, chosen, weights: dense(x, chosen, weights.square()),
-        lambda dense, x, chosen, weights: dense(x, chosen.flip(-1), weights),
-        lambda dense, x, chosen, weights: dense(x, chosen, weights) + x,
         lambda dense, x, chosen, weights: dense(x.mul_(2), chosen, weights),
-        lambda dense, x, chosen, weights: dense(x[:, :4], chosen, weights),
         lambda dense, x, chosen, weights: (dense(x, chosen, weights), None),
     ],
 )

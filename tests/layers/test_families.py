@@ -19,6 +19,8 @@ from twell_lab.models.swap import densify, sparsify
 
 pytest.importorskip("transformers")
 every = pytest.mark.parametrize("name", models_of.MODELS)
+# One of each way in which projections are stored and called.
+KINDS = ["Llama", "Phi-3", "OPT", "GPT-2", "MPT", "BERT", "T5", "Mixtral"]
 
 
 def sparse_layers(model):
@@ -52,8 +54,9 @@ def test_the_answer_is_as_near_to_the_exact_one_as_the_dense_models(name):
     assert torch.equal((logits(model) - exact).norm(dim=-1), dense)
 
 
-@every
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    "name, training", [*((name, True) for name in models_of.MODELS), *((name, False) for name in KINDS)]
+)
 def test_gradients(name, training):
     dense = build(name).train(training)
     sparse = sparsify(copy.deepcopy(dense), "twell")
@@ -69,7 +72,7 @@ def test_gradients(name, training):
             torch.testing.assert_close(p.grad, wanted[key].grad, rtol=1e-3, atol=1e-5 * scale, msg=key)
 
 
-@pytest.mark.parametrize("name", models_of.CAUSAL)
+@pytest.mark.parametrize("name", [name for name in KINDS if name in models_of.CAUSAL])
 @torch.no_grad()
 def test_generation(name):
     model = build(name)
@@ -79,7 +82,7 @@ def test_generation(name):
     assert torch.equal(sparsify(model, "twell").generate(tokens, **settings), expected)
 
 
-@every
+@pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
 def test_what_is_saved_is_the_dense_model(name, tmp_path):
     model = build(name)
@@ -96,7 +99,7 @@ def test_what_is_saved_is_the_dense_model(name, tmp_path):
     torch.testing.assert_close(logits(model), logits(loaded), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["Phi-3", "GPT-2", "T5", "BERT", "Nemotron", "squared GPT-2"])
+@pytest.mark.parametrize("name", ["Phi-3", "T5", "BERT", "squared GPT-2"])
 @torch.no_grad()
 def test_compiled(name):
     torch.compiler.reset()
@@ -177,18 +180,9 @@ def test_a_family_of_ones_own_is_known_and_does_not_vouch_for_its_layers():
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(up=""),
-        dict(up=3),
-        dict(models=None),
-        dict(dropout=""),
-        dict(up="w2"),
-        dict(activation="w3"),
-        dict(gate="w2"),
-        dict(up="a.b"),
-        dict(inside=True),
-        dict(gate=None, inside=True, dropout="drop"),
-        dict(gate=None, inside=1),
-        dict(residual=None),
+        *(dict(up=up) for up in ("", 3, "w2", "a.b")),
+        *(dict(models=None), dict(gate="w2"), dict(residual=None)),
+        *(dict(gate=None, **more) for more in (dict(inside=1), dict(inside=True, dropout="drop"))),
     ],
     ids=str,
 )

@@ -176,7 +176,7 @@ def test_a_dense_relu_of_two_is_known_as_such():
 # ---- what was put on a layer after the swap ----
 
 CHANGED = {"OPT": ["fc1", "fc2"], "BERT": ["intermediate.dense"], "GPT-2": ["c_proj"], "Phi-3": ["gate_up_proj"]}
-PLACES = [(name, place) for name, places in {**CHANGED, "Llama": ["up_proj", "down_proj"]}.items() for place in places]
+PLACES = [(name, place) for name, places in CHANGED.items() for place in places]
 
 
 def hooked(block, place):
@@ -239,9 +239,8 @@ def test_what_was_put_on_a_projection_is_computed(name, place, change):
     near(logits(densify(sparse)), expected)
 
 
-@pytest.mark.parametrize("name, place", PLACES)
-def test_a_hook_that_comes_and_goes(name, place):
-    model = sparsify(build(name), "twell")
+def test_a_hook_that_comes_and_goes():
+    model, place = sparsify(build("OPT"), "twell"), "fc2"
     expected = logits(model)
     gradients = []
     handle = part_at(source_of(model), place).register_full_backward_hook(lambda *args: gradients.append(args[2][0]))

@@ -1,7 +1,6 @@
 """What a layer computes is asked beside its formula: what differs is said, what is the same in another way passes, and
 being asked changes nothing."""
 
-import functools
 import random
 import re
 
@@ -40,21 +39,12 @@ def top(x, most=5):
     return F.relu(x - x.topk(most, dim=-1).values[..., -1:])
 
 
-def quantised(x):
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-5) / 127
-    return (x / scale).round() * scale
-
-
 OTHERS = {
     "its output scaled": lambda layer, x: 3 * layer.down_proj(hidden(layer, x)),
     "a little": lambda layer, x: 1.0001 * layer.down_proj(hidden(layer, x)),
     "its gate scaled": lambda layer, x: layer.down_proj(layer.act_fn(0.9 * layer.gate_proj(x)) * layer.up_proj(x)),
     "a norm between": lambda layer, x: layer.down_proj(F.rms_norm(hidden(layer, x), (D_FF,))),
-    "a norm before": lambda layer, x: layer.down_proj(hidden(layer, F.rms_norm(x, (D_MODEL,)))),
     "top entries alone": lambda layer, x: layer.down_proj(top(layer.gate_proj(x)) * layer.up_proj(x)),
-    "two ReLUs, scaled": lambda layer, x: (
-        2 * layer.down_proj(layer.act_fn(layer.gate_proj(x)) * layer.act_fn(layer.up_proj(x)))
-    ),
     "a residual inside": lambda layer, x: x + layer.down_proj(hidden(layer, x)),
     "a clamp at large values": lambda layer, x: layer.down_proj(
         layer.act_fn(layer.gate_proj(x)).clamp(max=50) * layer.up_proj(x)
@@ -62,13 +52,10 @@ OTHERS = {
     "a threshold at small values": lambda layer, x: layer.down_proj(
         F.threshold(layer.gate_proj(x), 1e-3, 0.0) * layer.up_proj(x)
     ),
-    "swapped parts": lambda layer, x: layer.down_proj(layer.act_fn(layer.up_proj(x)) * layer.gate_proj(x)),
     "dropout between": lambda layer, x: layer.down_proj(F.dropout(hidden(layer, x), 0.1, layer.training)),
-    "dropout afterwards": lambda layer, x: F.dropout(layer.down_proj(hidden(layer, x)), 0.1, layer.training),
     "another way in evaluation": lambda layer, x: layer.down_proj(hidden(layer, x)) * (1 if layer.training else 2),
     "another way in training": lambda layer, x: layer.down_proj(hidden(layer, x)) * (2 if layer.training else 1),
     "the token before": lambda layer, x: layer.down_proj(hidden(layer, (x + x.roll(1, -2)) / 2)),
-    "rounded inputs": lambda layer, x: layer.down_proj(hidden(layer, quantised(x))),
     "another type": lambda layer, x: layer.down_proj(hidden(layer, x)).double(),
     "a tuple": lambda layer, x: (layer.down_proj(hidden(layer, x)), None),
     "an error": lambda layer, x: layer.down_proj(hidden(layer, x) @ x),
@@ -90,34 +77,6 @@ SAME = {
 }
 
 
-# ---- what leaves something behind, or is another for one row ----
-
-
-def stored(on, name, value):
-    """A rule that sets something on a part of the layer."""
-
-    def rule(layer, x):
-        setattr(layer.get_submodule(on), name, value(x))
-        return layer.down_proj(hidden(layer, x))
-
-    return rule
-
-
-def writes(layer, x):
-    y = layer.down_proj(hidden(layer, x))
-    x.add_(1)
-    return y
-
-
-LEAVES = {
-    "sets last_hidden": stored("", "last_hidden", lambda x: x),
-    "sets rows": stored("", "rows", len),
-    "sets up_proj.given": stored("up_proj", "given", lambda x: x),
-    "sets act_fn.seen": stored("act_fn", "seen", lambda x: None),
-    "sets weights": stored("", "weights", lambda x: nn.Parameter(x.detach())),
-    "sets part": stored("", "part", lambda x: nn.Identity()),
-    "writes to its input": writes,
-}
 ALONE = {
     "a batch of one": lambda x: x.shape[0] == 1,
     "one row": lambda x: x.shape[:-1].numel() == 1,
@@ -149,12 +108,8 @@ GRADIENTS = {
         layer.act_fn(layer.gate_proj(x)).detach() * layer.up_proj(x)
     ),
     "another gradient of x": lambda layer, x: layer.down_proj(hidden(layer, Tenfold.apply(x))),
-    "another gradient of the output": lambda layer, x: Tenfold.apply(layer.down_proj(hidden(layer, x))),
     "another output with gradients": lambda layer, x: (
         layer.down_proj(hidden(layer, x)) * (3 if torch.is_grad_enabled() else 1)
-    ),
-    "in training mode alone": lambda layer, x: layer.down_proj(
-        hidden(layer, Tenfold.apply(x) if layer.training else x)
     ),
     "in evaluation mode alone": lambda layer, x: layer.down_proj(hidden(layer, x if layer.training else x.detach())),
     "no gradient at all": torch.no_grad()(lambda layer, x: layer.down_proj(hidden(layer, x))),
@@ -176,11 +131,10 @@ SAID = [
         (rule, r"does not compute down\(act\(gate\(x\)\) \* up\(x\)\): in \w+ mode .* off|returns|OutOf|Error|writes")
         for rule in OTHERS.values()
     ),
-    *((rule, name) for name, rule in LEAVES.items()),
     *((rule, "for one row alone is 100% off") for rule in ALONE.values()),
     *((rule, "(the gradient of|its output with gradients|its output) .*off") for rule in GRADIENTS.values()),
 ]
-NAMES = [*OTHERS, *LEAVES, *ALONE, *GRADIENTS]
+NAMES = [*OTHERS, *ALONE, *GRADIENTS]
 
 
 @pytest.mark.parametrize("rule, said", SAID, ids=NAMES)
@@ -216,24 +170,17 @@ def cannot_be_trained(layer, x):
     return layer.down_proj(layer.act_fn(layer.gate_proj(x)).mul_(layer.up_proj(x)))
 
 
-class Remembers(Gated):
-    @functools.cached_property
-    def width(self):
-        return self.up_proj.in_features
-
-
 @pytest.mark.parametrize(
     "layer",
     [
         biased(raises_for_one_row),
         biased(cannot_be_trained),
-        Remembers(lambda layer, x: layer.down_proj(hidden(layer, x.reshape(*x.shape[:-1], layer.width)))),
         PlainFeedForward(D_MODEL, D_FF, "relu2"),
     ],
-    ids=["raises for one row", "cannot be trained", "remembers", "squared"],
+    ids=["raises for one row", "cannot be trained", "squared"],
 )
 def test_what_is_no_difference(layer):
-    assert difference(layer) is None and "width" not in vars(layer)
+    assert difference(layer) is None
 
 
 def test_a_small_factor_and_the_mode_are_named():
@@ -342,16 +289,6 @@ class Twice(Busy):
         return self.fc2(self.activation_fn(self.fc1(self.fc2(self.activation_fn(self.fc1(x))))))
 
 
-class Mixing(Busy):
-    def forward(self, x, mask):
-        return self.fc2(self.activation_fn(self.fc1(x).roll(1, -1)))
-
-
-class Crossed(Busy):
-    def forward(self, x, other):
-        return super().forward(x, None) + other[0]
-
-
 class Cut(Busy):
     def forward(self, x, mask):
         return x + self.fc2(self.activation_fn(self.fc1(F.layer_norm(x, (D_MODEL,)))).detach())
@@ -366,8 +303,6 @@ class Cut(Busy):
         (Listening(), "does not compute|SizeError|raised"),
         (Clamping(), "does not compute"),
         (Twice(), None),
-        (Mixing(), "does not compute"),
-        (Crossed(), "could not be asked.*TypeError"),
         (Cut(), r"the gradient of fc[12]\.weight"),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, nn.Module) else "",
@@ -378,29 +313,19 @@ def test_a_block_is_asked_as_a_whole(block, said):
 
 
 def state_of(module):
-    held = {
-        name: (t.clone(), t._version, t.requires_grad)
-        for name, t in (*module.named_parameters(), *module.named_buffers())
-    }
-    own = {
-        name: {
-            k: v.tolist() if isinstance(v, torch.Tensor) else v
-            for k, v in vars(each).items()
-            if not isinstance(v, dict)
-        }
-        for name, each in module.named_modules()
-    }
-    return held, own, torch.get_rng_state(), random.getstate()
+    tensors = {name: (t.clone(), t._version, t.requires_grad) for name, t in module.state_dict(keep_vars=True).items()}
+    own = [[str(value) for value in vars(part).values()] for part in module.modules()]
+    return tensors, own, torch.get_rng_state(), random.getstate()
 
 
-def assert_same(a, b):
-    for (held, own, rng, python), (held_b, own_b, rng_b, python_b) in [(a, b)]:
-        assert own == own_b and torch.equal(rng, rng_b) and python == python_b
-        for name, (t, *rest) in held.items():
-            assert torch.equal(t, held_b[name][0]) and rest == list(held_b[name][1:]), name
+def assert_same(one, other):
+    (tensors, own, rng, python), (tensors_b, own_b, rng_b, python_b) = one, other
+    assert own == own_b and torch.equal(rng, rng_b) and python == python_b
+    for name, (t, *rest) in tensors.items():
+        assert torch.equal(t, tensors_b[name][0]) and rest == list(tensors_b[name][1:]), name
 
 
-@pytest.mark.parametrize("rule", [None, *OTHERS])
+@pytest.mark.parametrize("rule", [None, "in place", "an error", "dropout between"])
 def test_a_layer_is_left_as_it_was(rule):
     torch.manual_seed(0)
     layer = Busy() if rule is None else Gated(OTHERS[rule], extra=nn.Dropout(0.5))

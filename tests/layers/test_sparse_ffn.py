@@ -57,7 +57,7 @@ def test_every_path_equals_dense(data, path, dtype, gated, bias, planned, spoilt
 
 def test_wide_layers_have_no_limit():
     dense = drawn.layer(8, 70_000, dtype=torch.bfloat16, density=0.002)
-    sparse = tl.SparseFFN.from_module(copy.deepcopy(dense), plan=tl.Choice("twell"))
+    sparse = tl.SparseFFN(copy.deepcopy(dense), plan=tl.Choice("twell"), probed=False)
     x = drawn.rows(5, 8, dtype=torch.bfloat16)
     with torch.no_grad():
         drawn.check_close(sparse(x), dense, x)
@@ -84,14 +84,8 @@ def test_a_plan_picks_by_the_number_of_tokens():
     dense = drawn.layer(d_ff=700)
     plan = plan_for(dense, (1, tl.Choice("twell")), (8, tl.Choice("dense")), (64, tl.Choice("hot_cold", 256)))
     sparse = tl.SparseFFN.from_module(dense, plan=plan)
-    assert [str(sparse.choice(n)) for n in (1, 2, 8, 9, 1000)] == [
-        "twell",
-        "dense",
-        "dense",
-        "hot_cold 256",
-        "hot_cold 256",
-    ]
-    assert sparse.runs(1) == "twell" and sparse.runs() == "hot_cold 256" and sparse.takes("dense")
+    assert [sparse.choice(n).path for n in (1, 2, 8, 9, 99)] == ["twell", "dense", "dense", "hot_cold", "hot_cold"]
+    assert sparse.runs(1) == "twell" and sparse.runs() == "hot_cold 256"
 
 
 def test_the_parts_and_names_are_the_dense_ones():
@@ -168,15 +162,6 @@ def test_weights_that_are_not_finite_are_an_input_error():
     dense.up_proj.weight.data[3, 4] = float("nan")
     with pytest.raises(InputError, match="up"):
         tl.SparseFFN.from_module(dense)
-
-
-def test_a_module_that_computes_something_else_is_an_input_error():
-    class Scaled(drawn.Dense):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    with pytest.raises(InputError, match="does not compute"):
-        tl.SparseFFN.from_module(Scaled(16, 300).eval())
 
 
 def test_compiled_code_is_one_graph_and_right():

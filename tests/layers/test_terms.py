@@ -128,20 +128,18 @@ def test_layers_compiled_one_by_one_share_a_graph(sparse, ask):
             loss, terms = loss_of(net)
             assert [term.name for term in terms] == NAMES
         else:
-            loss, *_ = objective(tokens(turn), torch.tensor(0.1), True)
+            loss, *_ = objective(tokens(turn), torch.tensor(0.1))
         loss.backward()
     assert graphs.frame_count == 1
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_an_objective_of_a_swapped_model_is_that_of_the_dense_one(compiled):
+def test_an_objective_of_a_swapped_model_is_that_of_the_dense_one():
     results = []
     for net in (model(), swapped()):
         objective = Objective(net)
-        call = torch.compile(objective, backend="aot_eager") if compiled else objective
         for turn in range(2):
-            loss, *numbers = call(tokens(turn), torch.tensor(0.1), True)
+            loss, *numbers = objective(tokens(turn), torch.tensor(0.1))
             with torch.no_grad():
                 net(tokens())  # a validation, which nobody asked to report
         loss.backward()
@@ -158,7 +156,7 @@ def test_terms_of_several_passes_come_in_their_order():
         net(tokens(2))
     net(tokens(3))  # outside: nobody asked
     assert [term.name for term in terms] == NAMES * 2 and len(terms) == 4
-    assert terms[2].l1 != terms[0].l1 and terms[-1].name == NAMES[1] and NAMES[1] in repr(terms)
+    assert terms[2].l1 != terms[0].l1 and terms[-1].name == NAMES[1]
     assert terms.finite()
     with torch.no_grad():
         net.layers[0].mlp.down.weight[0, 0] = torch.nan
@@ -167,10 +165,9 @@ def test_terms_of_several_passes_come_in_their_order():
     assert not terms
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_optimizer_steps_loaded_states_and_copies_are_followed(fused):
+def test_optimizer_steps_loaded_states_and_copies_are_followed():
     dense, sparse = model(), swapped()
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in (dense, sparse)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (dense, sparse)]
     for _ in range(3):
         for net, optimizer in zip((dense, sparse), optimizers):
             optimizer.zero_grad()

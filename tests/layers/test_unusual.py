@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, hessian, jacfwd, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 import twell_lab as tl
 from tests.layers import drawn
@@ -168,23 +168,3 @@ def test_a_projection_that_comes_back_is_sparse_again():
     assert sparse.runs() != "twell"
     sparse.up_proj = own
     assert sparse.runs() == "twell"
-
-
-def test_weight_norm_before_the_swap_stays_dense():
-    dense = drawn.layer()
-    parametrizations.weight_norm(dense.up_proj)
-    with pytest.raises(tl.InputError, match="parametrized"):
-        tl.SparseFFN.from_module(dense)
-
-
-def test_checkpointed_layers_have_the_gradients_of_others():
-    from torch.utils.checkpoint import checkpoint
-
-    for reentrant in (False, True):
-        results = []
-        dense = drawn.layer()
-        for layer in (dense, tl.SparseFFN.from_module(copy.deepcopy(dense), plan=tl.Choice("twell"))):
-            x = X.clone().requires_grad_()
-            checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
-            results.append((x.grad, [p.grad for p in layer.parameters()]))
-        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)

@@ -12,31 +12,10 @@ import twell_lab
 from tests.notebooks.test_exercises import handed_out
 from twell_lab.course import exercises, packing
 
-SWAPPED = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Div,
-    ast.Div: ast.Mult,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
-NAMES = {
-    "max": "min",
-    "min": "max",
-    "any": "all",
-    "all": "any",
-    "gt": "ge",
-    "clamp": "abs",
-    "relu": "abs",
-    "abs": "clone",
-}
+TWINS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Add, ast.Sub), (ast.And, ast.Or)]
+SWAPPED = {**dict(TWINS), **{b: a for a, b in TWINS}, ast.Mult: ast.Add, ast.FloorDiv: ast.Div, ast.Div: ast.Mult}
+NAMES = {"max": "min", "min": "max", "any": "all", "all": "any", "gt": "ge"}
+NAMES |= {"clamp": "abs", "relu": "abs", "abs": "clone"}
 
 
 def slips(node: ast.AST):

@@ -154,7 +154,7 @@ def test_a_layer_that_is_not_there_is_refused(firing):
         plots.firing_by_layer([])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     width=st.integers(1, 70),
@@ -196,29 +196,17 @@ def test_an_overflowing_tile_says_so():
     assert sum(map(sum, figure.data[0].z)) == 64
 
 
-def test_a_tile_that_holds_infinity_and_nan_is_drawn():
+def test_infinity_and_nan_are_drawn_and_a_tile_that_is_not_there_is_refused():
     gate = torch.tensor([[math.inf, math.nan, 1.0, -1.0]], dtype=torch.bfloat16)
-    plots.packed_tile(formats.TwELL.from_gate(gate, tile=4, words=4)).to_json()
-
-
-def test_a_tile_that_is_not_there_is_refused():
-    packed = formats.TwELL.from_gate(torch.ones(1, 4), tile=4, words=4)
+    packed = formats.TwELL.from_gate(gate, tile=4, words=4)
+    plots.packed_tile(packed).to_json()
     with pytest.raises(InputError, match="tiles 0 to 0"):
         plots.packed_tile(packed, 0, 1)
 
 
 def test_speedups_name_who_measured_and_when():
-    recorded = [
-        {
-            **ROW,
-            "device": "NVIDIA Example",
-            "dtype": "bfloat16",
-            "date": "2026-01-02T03:04:05Z",
-            "stale": stale,
-            "nnz": nnz,
-        }
-        for stale, nnz in ((False, 8.0), (True, 30.0))
-    ]
+    there = {**ROW, "device": "NVIDIA Example", "dtype": "bfloat16", "date": "2026-01-02T03:04:05Z"}
+    recorded = [{**there, "stale": stale, "nnz": nnz} for stale, nnz in ((False, 8.0), (True, 30.0))]
     figure = plots.speedups([ROW, {**ROW, "path": "dense eager", "x_dense": 1.0}], recorded)
     assert names(figure) == [
         "yours, now: fp32, twell, mean nnz 29",
@@ -234,25 +222,25 @@ def test_speedups_join_what_is_one_workload_and_keep_others_apart():
     assert {tuple(trace.x) for trace in figure.data} == {(1, 8, 64), (1,)}
 
 
-def test_the_compiled_dense_layer_is_one_line_whatever_fires():
-    rows = [
-        {**ROW, "path": "dense compiled", "nnz": nnz, "tokens": tokens} for nnz in (8.0, 29.0) for tokens in (1, 64)
-    ]
+@pytest.mark.parametrize(
+    "changes, shown",
+    [
+        # A compiled dense layer is one line whatever fires; workloads are kept apart where there are several.
+        ([{"path": "dense compiled", "nnz": nnz} for nnz in (8.0, 29.0)], ["dense compiled"]),
+        (
+            [{"workload": "lognormal"}, {"workload": "uniform"}],
+            [f"twell, {w}, mean nnz 29" for w in ("lognormal", "uniform")],
+        ),
+    ],
+)
+def test_which_rows_are_a_line(changes, shown):
+    rows = [{**ROW, **change, "tokens": tokens} for change in changes for tokens in (1, 64)]
     figure = plots.speedups(rows)
-    assert names(figure) == ["yours, now: fp32, dense compiled"] and list(figure.data[0].x) == [1, 64]
+    assert names(figure) == [f"yours, now: fp32, {line}" for line in shown] and list(figure.data[0].x) == [1, 64]
 
 
-def test_speedups_keep_workloads_apart_where_there_are_several():
-    rows = [{**ROW, "workload": workload} for workload in ("lognormal", "uniform")]
-    assert names(plots.speedups(rows)) == [
-        f"yours, now: fp32, twell, {workload}, mean nnz 29" for workload in ("lognormal", "uniform")
-    ]
-
-
-def test_speedups_of_labelled_rows_are_one_line_a_label():
-    rows = [
-        {**ROW, "label": f"layer {i}", "tokens": tokens, "nnz": float(tokens)} for i in range(2) for tokens in (1, 64)
-    ]
+def test_labelled_rows_are_one_line_a_label():
+    rows = [{**ROW, "label": f"layer {i}", "tokens": count, "nnz": float(count)} for i in (0, 1) for count in (1, 64)]
     figure = plots.speedups(rows, mine="this tour")
     assert names(figure) == [f"this tour: layer {i}, fp32, twell, mean nnz 64" for i in range(2)]
 

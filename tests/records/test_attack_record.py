@@ -30,6 +30,7 @@ def checkout(tmp_path, monkeypatch):
     (attacks / "test_layers.py").write_text(SUITE)
     (attacks / "test_other.py").write_text("def test_other():\n    pass\n")
     with monkeypatch.context() as patch:
+        patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # importing them takes longer than all else
         patch.setattr(records, "kernel_hashes", lambda: {"smxx_pack": "0" * 64})
         patch.setattr(core, "kernels_dir", lambda: tmp_path / "kernels")
         yield attacks

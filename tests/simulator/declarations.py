@@ -1,10 +1,7 @@
-"""Compilers and sources that the tests of source.py and toolchain.py share."""
-
-import shutil
+"""Sources that the tests of source.py and toolchain.py share."""
 
 from twell_lab.simulator import toolchain
 
-COMPILERS = [name for name in ("g++", "clang++") if toolchain._try(shutil.which(name) or name)]
 KERNEL = 'extern "C" __global__ void k(float* x) {\n%s\n}\n'
 # Kernels in all spellings; shared variables of equal names, dynamic ones, some in macros and templates.
 DECLARES = """

@@ -10,8 +10,7 @@ from tests.simulator import recorded
 from tests.simulator.recorded import block_sum, pack
 from twell_lab import simulator
 from twell_lab.core import InputError
-from twell_lab.simulator.counts import READ, SHARED, WRITE, Counts, Footprint, Gpu, Traffic, predicted_time
-from twell_lab.simulator.report import FOOTPRINT, SITES, ArrayInfo
+from twell_lab.simulator.counts import Counts, Footprint, Gpu, Traffic, predicted_time
 
 if not simulator.available():
     pytest.skip("needs a C++ compiler (g++ or clang++)", allow_module_level=True)
@@ -44,19 +43,13 @@ def test_shared_memory_barriers_and_atomics():
     assert counts.shared_reads.requests == 4 and counts.shared_reads.bank_conflicts == 0
     assert counts.barriers == 4 and counts.atomics.accesses == 64 and counts.atomics.sectors == 8
     assert math.isnan(counts.shared_reads.coalescing)
+    assert Traffic(requests=3, wavefronts=96, ideal_wavefronts=3).bank_conflicts == 93
 
 
-def test_bank_conflicts_are_the_passes_beyond_the_ideal():
-    site = np.zeros(1, SITES)
-    site[0]["kind"], site[0]["space"], site[0]["requests"] = READ, SHARED, 3
-    site[0]["wavefronts"], site[0]["ideal_wavefronts"] = 96, 3
-    assert Counts.of(site, np.zeros(0, FOOTPRINT), {}, [], 32).shared_reads.bank_conflicts == 93
-
-
-@pytest.mark.parametrize("run", [block_sum, lambda: pack(1, gate(), 8), lambda: pack(2, gate(), 8)])
+@pytest.mark.parametrize("run", [block_sum, lambda: pack(2, gate(), 8)])
 def test_the_lines_add_up_to_the_totals(run):
     counts = run().counts
-    lines = counts.by_line()
+    lines = counts.by_line().values()
     for name, total in counts.traffic.items():
         assert sum((getattr(line, name) for line in lines), Traffic()) == total
     for name in ("collectives", "barriers", "divergent_branches"):
@@ -64,11 +57,11 @@ def test_the_lines_add_up_to_the_totals(run):
 
 
 def test_lines_of_the_kernel_and_of_its_helpers():
-    lines = {(line.file, line.number): line for line in block_sum().counts.by_line()}
-    assert list(lines) == sorted(lines) and lines["sum.cu", 6].barriers == 2
-    helper = lines["sum_helpers.cuh", 2]
+    lines = {(line.file, line.number): (line, counts) for line, counts in block_sum().counts.by_line().items()}
+    assert list(lines) == sorted(lines) and lines["sum.cu", 6][1].barriers == 2
+    helper, counts = lines["sum_helpers.cuh", 2]
     assert (helper.function, helper.text) == ("load", "return p[32 * i + threadIdx.x % 32];")
-    assert helper.shared_reads.requests == 4 and ("sum.cu", 8) not in lines
+    assert counts.shared_reads.requests == 4 and ("sum.cu", 8) not in lines
 
 
 def test_divergent_branches():
@@ -94,14 +87,12 @@ def test_weights_do_not_grow_with_the_rows():
 
 
 def test_the_prediction_is_the_slowest_part():
-    sites = np.zeros(3, SITES)
-    for site, space in zip(sites[:2], (1, 2), strict=True):
-        site["kind"], site["space"], site["requests"] = READ, space, 1
-    sites[0]["sectors"], sites[0]["lines"], sites[1]["wavefronts"] = 100, 25, 15
-    sites[2]["kind"], sites[2]["space"], sites[2]["sectors"], sites[2]["lines"] = WRITE, 1, 20, 5
-    footprint = np.array([(0, 30, 20, 60)], FOOTPRINT)  # two blocks read the same 30 sectors
-    array = ArrayInfo("x", "global", np.dtype("f4"), (512,), None)
-    counts = Counts.of(sites, footprint, {}, [array], 32)
+    counts = Counts(
+        global_reads=Traffic(requests=1, sectors=100, lines=25),
+        shared_reads=Traffic(requests=1, wavefronts=15),
+        global_writes=Traffic(requests=1, sectors=20, lines=5),
+        footprints={"x": Footprint(30, 20, block_read_sectors=60, bytes=2048)},  # two blocks read the same 30 sectors
+    )
     gpu = Gpu("toy", multiprocessors=2, clock_hz=10.0, memory_bytes_per_s=100.0, l2_bytes_per_s=400.0, source="made up")
     predicted = predicted_time(counts, gpu)
     assert predicted.bounds == {"device memory": 16.0, "L2 cache": 6.4, "L1 cache": 2.25}

@@ -42,6 +42,7 @@ HEAD = """
 #include <stdlib.h>
 #include <unistd.h>
 #include <exception>
+#include <new>
 #define T threadIdx.x
 extern __shared__ float dynamic[];
 __constant__ float fixed[4] = {1, 2, 3, 4};
@@ -58,6 +59,25 @@ __device__ int sum(volatile int a, const float* in, int n) { return in[0] + n < 
 extern "C" __global__ void adds(float* out, const float* in, int n) {
     const int i = blockIdx.x * blockDim.x + T;
     out[i] = in[i] + n;
+}
+extern "C" __global__ void takes_and_gives_back(float* out, const float* in, int n) {
+    for (int i = 0; i < n; ++i) {
+        void* volatile all[] = {malloc(16 * i), calloc(i, 40), new float[i + 1], new (std::nothrow) double, aligned_alloc(64, 64), nullptr};
+        all[1] = realloc(all[1], 100000 * (i % 3 + 1));
+        bool there = true;
+        for (int k = 0; k < 5; ++k) there = there && all[k] && (size_t)all[k] % 16 == 0;
+        free(all[0]), free(all[1]), delete[] (float*)all[2], delete (double*)all[3], free(all[4]), free(all[5]);
+        out[T] = there ? i : -2;
+    }
+}
+extern "C" __global__ void uses_what_it_took(float* out, const float* in, int n) {
+    int* own = (int*)calloc(n, 4);
+    for (int i = 0; i < n; ++i) out[T] = own[i] == 0 ? out[T] : -2, own[i] = T + i;
+    own = (int*)realloc(own, 400000);
+    __syncthreads();
+    out[T] = 0;
+    for (int i = 0; i < n; ++i) out[T] += own[i];
+    free(own);
 }
 """
 
@@ -88,7 +108,6 @@ SHARED = "__shared__ float s[40]; s[T] = in[T];"
 KERNELS = {
     "past_the_end": Planted(OutOfBounds, 40, "out[T] = in[T + 1];  //!", "in", 40, 39),
     "before_the_start": Planted(OutOfBounds, 40, "out[T] = in[(int)T - 2];  //!", "in", -2, 0),
-    "write_past_the_end": Planted(OutOfBounds, 40, "out[2 * T] = in[T];  //!", "out", 40, 20),
     "across_the_end": Planted(OutOfBounds, 11, "out[T] = ((const float4*)in)[T].x;  //!", "in", 40, 10),
     "in_no_array": Planted(OutOfBounds, 1, "out[T] = in[1 << 28];  //!", thread=0),
     "null_pointer": Planted(OutOfBounds, 8, "out[T] = in[T] + bias[T];  //!", thread=0),
@@ -100,16 +119,12 @@ KERNELS = {
         OutOfBounds, 40, "__shared__ float square[4][8]; square[T / 8][T % 8] = in[T];  //!", "square", None, 32
     ),
     "past_one_row": Planted(OutOfBounds, 20, "__shared__ float only[16]; only[T] = in[T];  //!", "only", 16, 16),
-    "past_a_row": Planted(
-        OutOfBounds, 20, "__shared__ float rows[4][8]; rows[T / 9][T % 9] = in[T];  //!", "rows", None, 8
-    ),
     "own_array": Planted(OutOfBounds, 4, "float mine[4] = {1, 2, 3, 4}; out[T] = mine[(int)T - 1];  //!", thread=0),
     "dynamic_past_the_end": Planted(OutOfBounds, 40, "dynamic[T] = in[T];  //!", "dynamic", 30, 30),
     "set_past_the_end": Planted(OutOfBounds, 1, "memset(out + 1, 0, 160);  //!", "out", 1, 0),
     "copied_past_the_end": Planted(OutOfBounds, 1, "memcpy(out, in + 30, 44);  //!", "in", 30, 0),
     "moved_past_the_end": Planted(OutOfBounds, 1, "memmove(out, in, (size_t)1 << 33);  //!", "in", 0, 0),
     "sets_too_much": Planted(OutOfBounds, 8, "memset(out, 0, (size_t)-1);  //!", "out", 0, 0),
-    "moves_too_much": Planted(OutOfBounds, 8, "memmove(out, in, (size_t)-4);  //!", "in", 0, 0),
     "set_past_own": Planted(
         OutOfBounds, 4, "float mine[4], *p = mine; memset(p, 0, 1000);  //!\nout[T] = mine[T];", thread=0
     ),
@@ -119,9 +134,6 @@ KERNELS = {
     "no_address": crash(OutOfBounds, "if (T == 37) *(volatile int*)0x5555123456789000ull = 1;  //!", 37),
     "set_wild": crash(OutOfBounds, "memset((void*)0x123456789000ull, 1, 1 << 20);  //!"),
     # ---- barriers
-    "barriers_of_a_branch": Planted(
-        MismatchedBarrier, 40, "if (T < 32) __syncthreads();  //!\nelse __syncthreads();  //+\nout[T] = in[T];"
-    ),
     "barrier_of_some": Planted(
         MismatchedBarrier, 40, "if (T < 32) __syncthreads();  //!\nout[T] = in[T];\n__syncthreads();  //+"
     ),
@@ -149,8 +161,6 @@ KERNELS = {
     "two_readers_one_writer": Planted(
         SharedRace, 40, f"{SHARED}\n__syncthreads();\nout[T] = s[20];  //+\nif (T == 39) s[20] = 1;  //!", "s", 20
     ),
-    "no_syncwarp": Planted(SharedRace, 32, f"{SHARED}  //+\nout[T] = s[T ^ 1];  //!", "s"),
-    "syncwarp_of_others": Planted(SharedRace, 40, f"{SHARED}  //+\n__syncwarp();\nout[T] = s[39 - T];  //!", "s"),
     "overlapping_bytes": Planted(
         SharedRace,
         2,
@@ -172,9 +182,6 @@ KERNELS = {
     "set_by_all": Planted(GlobalRace, 2, "memset(out, 0, 4);  //!", "out", 0, 1, 0),
     "written_by_others": Planted(GlobalRace, 40, "out[T] = in[T];  //+\nif (out[T ^ 1] == 100) __trap();  //!", "out"),
     "blocks_share": Planted(GlobalRace, 40, "out[T] = in[T] + blockIdx.x;  //!", "out", 0, 0, 0, blocks=2),
-    "blocks_read": Planted(
-        GlobalRace, 20, "if (blockIdx.x == 0) out[T] = in[T];  //+\nelse out[20 + T] = out[T];  //!", "out", 0, 0, 0, 2
-    ),
     # ---- what nobody wrote
     "uninitialised": Planted(
         UninitialisedRead,
@@ -196,19 +203,12 @@ KERNELS = {
         blocks=2,
     ),
     # ---- warps
-    "lane_outside_the_mask": Planted(
-        WarpFault, 32, "float v = in[T];\nif (T < 16) v = __shfl_sync(0xffffu, v, 20);  //!\nout[T] = v;", thread=0
-    ),
     "lane_that_left": Planted(
         WarpFault, 32, "if (T == 5) return;\nout[T] = __shfl_sync(0xffffffffu, in[T], 5);  //!", thread=0
-    ),
-    "mask_without_the_caller": Planted(
-        WarpFault, 32, "out[T] = __ballot_sync(0x7fffffffu, in[T] > 0);  //!", thread=31
     ),
     # ---- what would end the process, or never end
     "divides": crash(DivisionByZero, "out[T] = 100 / ((int)in[T] - 21);  //!", 21),
     "least_by_minus_one": crash(DivisionByZero, "out[T] = (-2147483647 - 1 - (int)in[0]) / ((int)in[0] - 1);  //!"),
-    "rest_of_least": crash(DivisionByZero, "out[T] = (-2147483647 - 1 - (int)in[0]) % ((int)in[0] - 1);  //!"),
     "large_array": crash(
         StackOverflow, "  //!\nvolatile char mine[100 << 20]; mine[(int)in[1]] = 2; out[T] = mine[(int)in[2]];"
     ),
@@ -237,9 +237,7 @@ KERNELS = {
     "endless_second_block": crash(TooLong, "if (blockIdx.x == 1)\nfor (;;) {}  //!", blocks=2),
 }
 if platform.machine().lower() not in ("x86_64", "amd64"):  # other processors divide these, and tell addresses otherwise
-    KERNELS = {
-        name: k for name, k in KERNELS.items() if name not in ("least_by_minus_one", "rest_of_least", "no_address")
-    }
+    del KERNELS["least_by_minus_one"], KERNELS["no_address"]
 SIGNATURE = 'extern "C" __global__ void {}(float* out, const float* in, const float* bias) {{'
 SOURCE = HEAD + "".join(
     SIGNATURE.format(name) + ("" if k.body.startswith(" ") else "\n") + k.body + "\n}\n" for name, k in KERNELS.items()
@@ -310,6 +308,17 @@ def test_where_a_thread_cannot_go_on_it_is_a_fault_unwatched_too(kernel, watch, 
     if want.kind not in (MismatchedBarrier, TooLong) and lines_of(kernel)[0]:
         assert {fault.line.number} == lines_of(kernel)[0]
     check_it_still_works(planted, watch)
+
+
+@pytest.mark.parametrize(
+    "kernel, watch",
+    [("uses_what_it_took", None), *(("takes_and_gives_back", watch) for watch in EVERY)],
+)
+def test_memory_that_a_kernel_takes_is_no_fault(planted, kernel, watch):
+    for _ in range(2):
+        out, t = torch.full((64,), -1.0), torch.arange(64.0)
+        planted.launch(kernel, 1 if watch else 50, 64, (out, t, 9), watch=watch)
+        assert torch.equal(out, 9 * t + 36 if kernel == "uses_what_it_took" else torch.full_like(t, 8.0))
 
 
 def test_every_kind_of_fault_is_planted():
@@ -429,22 +438,13 @@ def in_a_process(planted: simulator.Program, folder: Path, text: str, interrupt:
     return process.returncode, out, err
 
 
-def test_ctrl_c_ends_an_endless_loop(planted, tmp_path):
+def test_ctrl_c_ends_an_endless_loop_and_a_crash_outside_of_kernels_is_still_the_process_s_own(planted, tmp_path):
     text = "try:\n    print('ready', flush=True)\n    launch('endless', seconds=300)\nexcept KeyboardInterrupt:\n"
-    text += "    print('interrupted')\nlaunch('adds', 5)\nprint(out[:3].tolist())\n"
-    _, out, err = in_a_process(planted, tmp_path, text, interrupt=True)
+    text += "    print('interrupted')\nlaunch('adds', 5)\nprint(out[:3].tolist(), flush=True)\nfaulthandler.enable()\n"
+    status, out, err = in_a_process(planted, tmp_path, text + BESIDE + "ctypes.string_at(8)\n", interrupt=True)
     assert out == "interrupted\n[5.0, 6.0, 7.0]\n", err
+    assert status == -signal.SIGSEGV and err.count("Fatal Python error: Segmentation fault") == 1
 
 
-@pytest.mark.parametrize(
-    "text, number",
-    [
-        ("faulthandler.enable()\n" + BESIDE + "ctypes.string_at(8)\n", signal.SIGSEGV),
-        (BESIDE + "faulthandler.enable()\nctypes.string_at(8)\n", signal.SIGSEGV),
-        (BESIDE + "ctypes.CDLL(None).abort()\n", signal.SIGABRT),
-    ],
-    ids=["reads near zero", "reads near zero, handled by somebody else", "aborts"],
-)
-def test_a_crash_outside_of_kernels_is_still_the_process_s_own(planted, tmp_path, text, number):
-    status, _, err = in_a_process(planted, tmp_path, text)
-    assert status == -number and err.count("Fatal Python error: Segmentation fault") == (number == signal.SIGSEGV)
+def test_an_abort_outside_of_kernels_is_still_the_process_s_own(planted, tmp_path):
+    assert in_a_process(planted, tmp_path, BESIDE + "ctypes.CDLL(None).abort()\n")[0] == -signal.SIGABRT

@@ -138,11 +138,11 @@ def test_what_is_left_to_the_dense_product():
     check(layer, rows[:FEW], blocks=FEW)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_any_rows(data):
     tokens, columns = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 80)) * 8
-    d_model, blocks = data.draw(st.integers(1, 40)) * 8, data.draw(st.integers(1, 40))
+    d_model, blocks = data.draw(st.sampled_from([8, 72, 264])), data.draw(st.integers(1, 40))  # a build for each width
     many = min(tokens, blocks, FEW)
     rows = data.draw(st.lists(st.integers(0, tokens - 1), min_size=1, max_size=many, unique=True))
     gate = heavy(tokens, columns, rows, data.draw(st.floats(0, 0.25)))

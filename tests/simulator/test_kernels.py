@@ -60,7 +60,7 @@ def test_down_and_gated_watched(d_model, dtype):
 
 
 @pytest.mark.parametrize("vectors", [False, True])
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_pack_of_any_geometry(vectors, data):
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
@@ -70,7 +70,7 @@ def test_pack_of_any_geometry(vectors, data):
 
 
 @pytest.mark.parametrize("name", ["down", "gated"])
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_down_and_gated_keep_the_error_promise(name, data):
     dtype = data.draw(st.sampled_from(list(WIDTHS)))
@@ -80,7 +80,7 @@ def test_down_and_gated_keep_the_error_promise(name, data):
         check(layer, name, version)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_a_gate_that_is_not_finite(data):
     """NaN and infinities spread over their rows as in the dense layer; the other rows keep the promise."""

@@ -166,7 +166,7 @@ def test_of_two_writes_the_later_one_stays(toy):
 
 
 def test_nothing_traced_and_what_is_refused():
-    empty = Trace.of(np.zeros(0, STEPS), np.zeros(0, LANES), {}, [], (), (32, 1, 1))
+    empty = Trace(np.zeros(0, STEPS), np.zeros(0, LANES), {}, [], (), (32, 1, 1))
     assert len(empty) == 0 and empty.barriers == [] and not empty.truncated and list(empty.at(-1)) == []
     trace = pack(2, gate()).trace
     assert not trace.truncated and trace.block_shape == (64, 1, 1)
@@ -225,3 +225,21 @@ def test_without_a_fault_the_steps_are_those_of_the_block_asked_for(tmp_path):
     for look in (None, True, 0.5, -1):
         with pytest.raises(InputError, match=f"look is {look}; the number of a block"):
             simulator.step(simulator.compile(tmp_path / "k.cu"), "k", 3, 1, (np.zeros(3, np.int32),), look=look)
+
+
+def test_a_trace_names_the_lanes_that_had_left_before_an_operation_that_names_them(tmp_path):
+    """No fault: a lane that has left votes no. Lanes of a partial mask, and lanes that a narrow block has not, are none."""
+    file = tmp_path / "votes.cu"
+    file.write_text(
+        'extern "C" __global__ void votes(int* out, int n, unsigned mask) {\n'
+        "    if (threadIdx.x % 32 < n) out[threadIdx.x] = __popc(__ballot_sync(mask, 1));\n}\n"
+    )
+
+    def absent(threads: int, n: int, mask: int) -> list[tuple[int, ...]]:
+        out = torch.zeros(threads, dtype=torch.int32)
+        trace = simulator.compile(file).launch("votes", 1, threads, (out, n, mask), trace=0).trace
+        return [step.absent for step in trace if step.kind == "warp"]
+
+    every = 2**32 - 1
+    assert absent(64, 30, every) == [(30, 31), (62, 63)] and absent(64, 32, every) == [(), ()]
+    assert absent(32, 5, 0b11111) == [()] and absent(32, 5, 0b1011111) == [(6,)] and absent(20, 20, every) == [()]

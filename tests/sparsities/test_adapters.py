@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.models.test_swap import HOT, plan_for
+from twell_lab.core import InputError
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -45,15 +46,14 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("plan", [None, "twell", "dense", Choice("hot_cold", 256), "in order"], ids=str)
+@pytest.mark.parametrize("plan", [None, "twell", "dense", Choice("hot_cold", 256)], ids=str)
 @torch.no_grad()
 def test_a_layer_is_exact_under_an_adapter_and_without_it(plan, trained):
     adapter, with_it = trained
     model = tiny()
     dense, without = state(model), model(TOKENS)
     if plan is not None:
-        model = sparsify(model, plan_for(model, HOT, HOT) if plan == "in order" else plan)
-    assert plan != "in order" or model.layers[0].mlp.order is not None
+        model = sparsify(model, plan)
     first = state(model)
     assert not torch.allclose(without, with_it, atol=0.1)
     before = switch(model, adapter)
@@ -65,6 +65,13 @@ def test_a_layer_is_exact_under_an_adapter_and_without_it(plan, trained):
     torch.testing.assert_close(model(TOKENS), with_it, rtol=1e-4, atol=1e-4)
     switch(model, before)
     assert same(state(model if plan is None else densify(model)), dense)
+
+
+def test_layers_with_neurons_in_another_order_are_refused(trained):
+    model = tiny()
+    model = sparsify(model, plan_for(model, HOT, HOT))
+    with pytest.raises(InputError, match="densify"):
+        switch(model, trained[0])
 
 
 @settings(max_examples=25, deadline=None)

@@ -87,7 +87,7 @@ def test_every_name_is_that_of_its_path_and_the_own_ones_stay_three():
     odd=st.sampled_from([None, math.nan, math.inf]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_blocks_are_exact(kind, bias, shape, sizes, kernel, odd, seed):
     """Whatever its blocks are, or are not; a projection of which few are empty is dense. kernel: 16 bits, for which a CPU
     computes what the kernel does."""

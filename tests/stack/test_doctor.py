@@ -1,5 +1,4 @@
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def on(monkeypatch):
 def test_this_machine_is_examined():
     findings = doctor.examine()
     topics = [finding.topic for finding in findings]
-    assert len(set(topics)) == len(topics) == 11
+    assert len(set(topics)) == len(topics) == 10
     for finding in findings:
         assert (
             finding.state in ("ok", "missing", "limited")
@@ -49,7 +48,7 @@ def test_this_machine_is_examined():
             and "could not be examined" not in finding.text
         )
     by_topic = {finding.topic: finding for finding in findings}
-    assert by_topic["PyTorch"].state == by_topic["CPU operators"].state == "ok"
+    assert by_topic["PyTorch"].state == "ok"
     assert torch.__version__ in by_topic["PyTorch"].text
 
 
@@ -64,7 +63,7 @@ def test_a_whole_gpu_machine_is_ok(on):
     [
         ({"usable": False, "gpus": [], "cuda_driver": None}, {"GPU", "GPU kernels"}),
         ({"gpus": [P100]}, {"GPU", "GPU kernels"}),
-        ({"usable": False, "torch": None, "torch_cuda": None, "gpus": []}, {"PyTorch", "CPU operators", "GPU", "GPU kernels"}),
+        ({"usable": False, "torch": None, "torch_cuda": None, "gpus": []}, {"PyTorch", "GPU", "GPU kernels"}),
     ],
     ids=["no GPU", "an old one", "no torch"],
 )  # fmt: skip
@@ -129,20 +128,14 @@ def test_cubins_compiled_elsewhere_need_no_compiler(on, monkeypatch, tmp_path):
     assert found["GPU kernels"].state == "ok" and found["NVRTC"].state == "missing"
 
 
-def test_nothing_writable_limits_the_cache_and_the_notebooks(on, monkeypatch, tmp_path):
+def test_nothing_writable_limits_the_cache(on, monkeypatch, tmp_path):
     a_file = tmp_path / "file"
     a_file.write_text("no folder can be made below a file")
     monkeypatch.setenv("TWELL_LAB_CACHE", str(a_file / "cache"))
     with pytest.warns(UserWarning, match="not used as a cache"):
         assert core.cache_dir() == core.private_folder()
-    monkeypatch.setattr(doctor, "_version", lambda package: "1.0")
-    monkeypatch.delenv("JUPYTER_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(Path, "home", lambda: a_file)
-    found = on()
-    assert found["kernel cache"].state == found["notebooks"].state == "limited"
-    assert found["kernel cache"].command and "JUPYTER_RUNTIME_DIR" in found["notebooks"].command
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "new" / "folder"))
-    assert on()["notebooks"].state == "ok"
+    finding = on()["kernel cache"]
+    assert finding.state == "limited" and finding.command
 
 
 def test_packages_that_are_used_where_they_are_there_are_named_with_what_installs_them(on, monkeypatch):
@@ -151,13 +144,10 @@ def test_packages_that_are_used_where_they_are_there_are_named_with_what_install
     assert found.state == "missing" and found.command == "pip install nvidia-ml-py"
     assert "transformers 1.2" in found.text and "tokenizers 1.2" in found.text and "datasets 1.2" in found.text
     assert on(usable=False, gpus=[])["other packages"].state == "ok"  # there is no energy to read
-
-
-@pytest.mark.parametrize("installed, opens", [(True, "twell-lab course"), (False, "make lab")])
-def test_what_opens_the_course_is_there(on, monkeypatch, installed, opens):
-    monkeypatch.setattr(doctor, "_version", lambda package: "1.0")
-    monkeypatch.setattr(core, "is_installed", lambda: installed)
-    assert f"`{opens}` opens the course" in on()["notebooks"].text
+    for installed, opens in ((True, "twell-lab course"), (False, "make lab")):
+        monkeypatch.setattr(doctor, "_version", lambda package: "1.0")
+        monkeypatch.setattr(core, "is_installed", lambda installed=installed: installed)
+        assert f"`{opens}` opens the course" in on()["notebooks"].text
 
 
 def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
@@ -169,14 +159,4 @@ def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
     assert found["kernel cache"].state == "limited" and "ValueError: unheard of" in found["kernel cache"].text
     assert found["GPU kernels"].state == "ok"
     monkeypatch.setattr(core, "describe_machine", broken)
-    (only,) = doctor.examine()
-    assert only.state == "limited" and "unheard of" in only.text
-
-
-def test_without_a_compiler_the_simulator_names_the_package(on, monkeypatch):
-    from twell_lab.simulator import toolchain
-
-    assert on()["simulator"].state == ("ok" if toolchain.available() else "missing")
-    monkeypatch.setenv("TWELL_LAB_CXX", "/there/is/none")
-    found = on()["simulator"]
-    assert found.state == "missing" and "apt install g++" in found.text
+    assert all(finding.state == "limited" and "unheard of" in finding.text for finding in doctor.examine())

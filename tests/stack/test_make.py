@@ -139,9 +139,12 @@ def test_an_unfit_python_is_named_in_one_line(checkout, arguments, environment, 
 
 
 def test_tests_end_in_one_clear_line_and_keep_pytests_status(checkout):
+    (checkout.folder / "notebooks").mkdir()
+    (checkout.folder / "notebooks" / "00-start-here.ipynb").write_text("{}")
     assert checkout.make("test") == 0
     assert checkout.output.splitlines()[-1].startswith("test: passed on the cpu stack in ")
-    assert "--nbval-lax" in checkout.asked("-m pytest")[0]
+    asked = checkout.asked("-m pytest")[0]
+    assert "--nbval-lax" in asked and "tests notebooks/00-start-here.ipynb" in asked
     assert checkout.make("test", PYTEST_STATUS="1") != 0
     assert "test: FAILED" in checkout.output and "passed on" not in checkout.output
 
@@ -152,16 +155,6 @@ def test_lint_asks_ruff_and_mypy_and_keeps_their_status(checkout):
     asked = [call for call in checkout.asked("-m ") if "pip" not in call and "venv" not in call]
     assert asked == ["-m ruff format --check", "-m ruff check", "-m mypy"]
     assert checkout.make("lint", RUFF_STATUS="1") != 0 and not checkout.asked("-m mypy")
-
-
-def test_notebooks_are_run_where_there_are_any(checkout):
-    checkout.make("test")
-    assert "ipynb" not in checkout.asked("-m pytest")[0]
-    notebook = checkout.folder / "notebooks" / "00-start-here.ipynb"
-    notebook.parent.mkdir()
-    notebook.write_text("{}")
-    checkout.make("test")
-    assert "tests notebooks/00-start-here.ipynb" in checkout.asked("-m pytest")[0]
 
 
 def test_the_tour_gets_its_arguments_and_keeps_its_status(checkout):

@@ -1,7 +1,4 @@
-"""What a plan is: for each layer and each class of token counts, the path to take, and why; saved as JSON.
-
-The planner (twell_lab.analysis.planner) makes plans, SparseFFN follows them. A plan keeps how often each neuron fired
-in the profile that it was made from: which neurons are hot follows from that."""
+"""What a plan is: for each layer and each class of token counts, the path to take, and why; saved as JSON."""
 
 from __future__ import annotations
 
@@ -47,14 +44,14 @@ class Plan(Saved):
 
     def layer(self, name: str) -> LayerPlan:
         """Return the plan of the layer called so; InputError names the ones there are."""
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
-        raise InputError(f"the plan has no layer {name!r}; it has {[layer.name for layer in self.layers]}")
+        layers = {layer.name: layer for layer in self.layers}
+        if name not in layers:
+            raise InputError(f"the plan has no layer {name!r}; it has {[*layers]}")
+        return layers[name]
 
     def table(self) -> list[dict]:
-        """List every candidate of every layer: `layer`, and the columns of LayerPlan.table."""
-        return [{"layer": layer.name, **row} for layer in self.layers for row in layer.table()]
+        """List every candidate of every layer: `layer`, and the fields of Candidate."""
+        return [{"layer": layer.name, **vars(row)} for layer in self.layers for row in layer.candidates]
 
     def summary(self) -> str:
         """Return lines that say which paths the layers take, what that should gain, and what stayed dense and why."""
@@ -94,15 +91,13 @@ class Plan(Saved):
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Self:
-        """Read the plan that `save` wrote, or the one in a folder of `twell-lab sparsify`'s. RecordError names the file
-        and what is missing or wrong."""
+        """Read the plan that `save` wrote, or the one in a folder of `twell-lab sparsify`'s; RecordError as there."""
         return super().load(Path(path) / IN_FOLDER if os.path.isdir(path) else path)
 
 
 def chosen(layer: LayerPlan) -> list[dict]:
     """List one row a class of token counts of a layer's plan: `layer`, `nnz`, `tokens`, `choice`, `us` and `dense_us`
-    (of the layer as torch computes it; both None where nothing is known), `x_dense`, `how` and on which layer they were
-    measured, and `why`."""
+    (None where nothing is known), `x_dense`, `how` and on which layer they were measured, and `why`."""
     rows = []
     for tokens, choice in layer.choices.items():
         weighed = [row for row in layer.candidates if row.tokens == tokens]

@@ -58,8 +58,7 @@ def plan(
     only: Only | None = None,
     progress: bool = True,
 ) -> Plan:
-    """Choose a path for every layer of a model and every class of token counts, as is said at the top of this module;
-    leaves the model as it was.
+    """Choose a path for every layer of a model and every class of token counts; leaves the model as it was.
 
     Args:
         profile: what `twell_lab.profile` counted in this model.
@@ -67,16 +66,15 @@ def plan(
         calls: how the model will be called: "eager", "compiled" (torch.compile) or, on a GPU, "captured" (CUDA graphs).
         paths: the names of those that are weighed beside dense; None: "twell" and "hot_cold". There are also
             (twell_lab.sparsities) "two_four" and "blocks", for weights that are 2:4, or have empty blocks; and lossy
-            ones, with the error of a layer's output beside its time: "int8", "fp8", "twell_int8", "predicted" and
-            "experts". A layer with thresholds on its inputs (TEAL) weighs "kept_inputs" and no other.
+            ones: "int8", "fp8", "twell_int8", "predicted" and "experts". A layer with thresholds on its inputs (TEAL)
+            weighs "kept_inputs" and no other.
         batches: inputs of the model, OTHER than the profiled ones, to time on. Without them the layers timed are drawn,
             of the same shape, so that each neuron fires as often as in the profile.
-        measure: whether to time anything; otherwise the choice rests on predictions. rates: measure_rates of the
-            device, if at hand. only: as it was for the profile. progress: show a bar on stderr, if that is a terminal.
+        measure: whether to time anything; otherwise predictions decide. rates: measure_rates of the device, if at hand.
+            only: as it was for the profile. progress: show a bar on stderr, if that is a terminal.
 
     Raises InputError for a profile that does not fit the model, and other arguments that do not; for a path that no
-    layer takes, the first layer's reason, of its own type.
-    """
+    layer takes, the first layer's reason, of its own type."""
     if not isinstance(profile, FiringProfile):
         raise InputError(
             f"profile is a {type(profile).__name__}; a FiringProfile, as profile() returns it, is accepted"
@@ -116,12 +114,12 @@ def plan(
     plans = [
         replace(LayerPlan.forced(layer, DENSE), candidates=tuple(candidates[layer.name])) for layer in profile.layers
     ]
-    return Plan(plans, rates.device, rates.dtype, rates.as_dict(), calls, source)
+    return Plan(plans, rates.device, rates.dtype, dict(vars(rates)), calls, source)
 
 
 def _fitted(paths: Iterable[str] | None, layers: list[FeedForward]) -> list[dict[str, Path]]:
     """Return for each layer the paths of these names that take it, dense among them, fitted to its weights; the first
-    refusal is raised where one takes none of them. Layers with thresholds on their inputs have paths of their own."""
+    refusal is raised where no layer takes a path."""
     names = [*PATHS] if paths is None else [paths] if isinstance(paths, str) else list(paths)
     cuts = any(layer.cut is not None for layer in layers)
     for name in names:
@@ -165,12 +163,10 @@ class _Weighed:
             self.predicted = {count: self.predict(count) for count in tokens}
 
     def predict(self, tokens: int) -> dict[Choice, float]:
-        """Return microseconds that so many tokens should take on each path that helps there."""
         return by_choice(self.firing, self.rates, tokens, self.paths, self.hot)
 
     def alike(self, other: _Weighed) -> bool:
-        """Return whether the layers can share trials: they are of one kind, and no prediction is ALIKE times the
-        other's."""
+        """Return whether the layers can share trials."""
         ratios = [1.0]
         for count, mine in self.predicted.items():
             theirs = {choice.path: us for choice, us in other.predicted[count].items()}
@@ -179,7 +175,6 @@ class _Weighed:
 
     @property
     def kind(self) -> tuple:
-        """Return what layers must have in common to share trials."""
         layer, found = self.layer, self.found
         acts = str(kernel_activation(found.acts or torch.relu, layer.gated, found.both) or found.acts)
         bias = [projection.bias is None for projection in (found.up, found.down)]
@@ -240,7 +235,6 @@ class _Weighed:
         return faster
 
     def _rows(self, tokens: int, took: Times, choice: Choice, hot: bool, trial: Trial | None) -> list[Candidate]:
-        """Return the candidates of one class with their times."""
         predicted, how = self.predicted[tokens], "predicted" if trial is None else "timed"
         in_order = {option: option.hot > 0 or hot and option != DENSE for option in predicted}
         times = {option: took[option, ordered] for option, ordered in in_order.items() if (option, ordered) in took}
@@ -280,7 +274,6 @@ def _fastest(took: Times, ordered: bool, margin: float) -> Choice:
 
 
 def _pays(times: dict[int, Times], best: dict[bool, dict[int, Choice]], margin: float) -> bool:
-    """Return whether the neurons are put in the order of hot/cold."""
     gains, loses = False, False
     for count, took in times.items():
         without = took[best[False][count], False]
@@ -291,7 +284,7 @@ def _pays(times: dict[int, Times], best: dict[bool, dict[int, Choice]], margin: 
 
 
 def _alike(rows: list[_Weighed]) -> list[list[_Weighed]]:
-    """Group the layers that share trials, in each group the one first that should take longest."""
+    # In each group the one first that should take longest.
     groups: list[list[_Weighed]] = []
     for row in sorted(rows, key=lambda row: -sum(sum(took.values()) for took in row.predicted.values())):
         if group := next((group for group in groups if group[0].alike(row)), None):
@@ -302,7 +295,6 @@ def _alike(rows: list[_Weighed]) -> list[list[_Weighed]]:
 
 
 def _classes(tokens: Iterable[int]) -> list[int]:
-    """Return the classes of token counts, ascending; InputError for what is none."""
     classes = [tokens] if isinstance(tokens, int) else list(tokens)
     whole = all(type(count) is int and 0 < count < WHOLE for count in classes)
     if not classes or not whole or len({*classes}) < len(classes):

@@ -58,7 +58,7 @@ def firing_of(nnz: float, d_model: int = 2048, d_ff: int = 5632, gated: bool = T
 
 
 def _sums(rates: Tensor) -> Tensor:
-    """The probability that 0, 1, ..., n of n neurons fire, which fire independently at these rates: float64 [n + 1]."""
+    """Return the probability that 0, 1, ..., n of n neurons fire at these rates: float64 [n + 1]."""
     n = rates.numel()
     sums = torch.stack([1 - rates, rates], 1)  # a polynomial for each neuron, multiplied in pairs until one is left
     while len(sums) > 1:
@@ -119,11 +119,11 @@ def predict(
     at once and path, with the best hot size of hot/cold.
 
     gpu: a name in data/gpus.json ("RTX 4090"), or what its driver calls it. nnz: how many neurons fire for a token, on
-    average. kind: how often each neuron fires, as in ops.clock.firing_rates.
+    average. kind: how often each neuron fires, as in ops.clock.firing_rates. InputError for what is not known, and for
+    sizes that no layer has.
 
-    Rows: gpu, tokens, path (as Choice prints it), ms, x_dense (times as fast as the dense path), parts (milliseconds by
-    what they go to: gemm, rows, memory, launches, lost), weight_mb (all weights, in decimal megabytes) and read_mb (of
-    these, what the call needs at least once). InputError for a GPU that is not known, and sizes that no layer has."""
+    Rows: gpu, tokens, path, ms, x_dense, parts (milliseconds by what they go to: gemm, rows, memory, launches, lost),
+    weight_mb (all weights, in decimal megabytes) and read_mb (of these, what the call needs at least once)."""
     if type(nnz) not in (int, float) or not isinstance(kind, str):
         raise InputError(f"nnz is {nnz!r:.80} and the workload {kind!r:.80}; a number and a word are accepted")
     rates, firing = rates_of(gpu), firing_of(nnz, d_model, d_ff, gated, kind)
@@ -153,9 +153,8 @@ def predict(
 
 
 def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] = (1, 16384)) -> str:
-    """Say in two sentences what a profile counted, and whether that is sparse enough: what its layers should take on a
-    GPU, each on its best path, of what they take dense, with the fewest and the most `tokens`; and what to do.
-    InputError as for `predict`."""
+    """Say in two sentences what a profile counted, whether that is sparse enough for a GPU with the fewest and the most
+    `tokens`, and what to do. InputError as for `predict`."""
     layers = [layer for layer in profile.layers if layer.tokens]
     if not layers:
         return "No layer saw a token: there is nothing to say."
@@ -180,12 +179,9 @@ def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] =
 
 
 def errors(recorded: list[records.Record] | None = None) -> list[dict]:
-    """Return how far off predictions are where a layer was measured: a row for each recorded GPU that data/gpus.json
-    knows.
-
-    Rows: gpu, layers (how many were compared: those of drawn workloads in records of inference, on each path by itself,
-    of equal ones the newest), least, median and most of predicted over measured time. recorded: oldest first; by
-    default all."""
+    """Return how far off predictions are for each recorded GPU that data/gpus.json knows: gpu, layers (how many were
+    compared: drawn workloads in records of inference, on each path by itself, of equal ones the newest), and least,
+    median and most of predicted over measured time. recorded: oldest first; by default all."""
     names = {name: sheet["name"] for sheet in datasheets() for name in sheet["driver_names"]}
     ratios: dict[str, dict[tuple, float]] = {}
     for record in records.load_all() if recorded is None else recorded:

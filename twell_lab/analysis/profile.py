@@ -1,9 +1,8 @@
-"""Profile who fires: hooks on the feed-forward layers of a model, and counts of what passed through them; and compare
-two profiles.
+"""Profile who fires in the feed-forward layers of a model, and compare two profiles.
 
 A neuron fires at a token where packing keeps its gate's pre-activation: `not (g <= 0)`, so positive or NaN (in plain
 layers the up projection's). All counts are whole numbers, gathered on the model's device without waiting for it, in
-memory that does not grow with the tokens; density, frequencies and the rest are computed from them."""
+memory that does not grow with the tokens."""
 
 from __future__ import annotations
 
@@ -49,12 +48,10 @@ class LayerProfile:
     nnz_histogram: [d_ff + 1], how many tokens had 0, 1, ..., d_ff neurons firing.
     neuron_counts: [d_ff], at how many tokens each neuron fired.
     tile_histogram: [tile + 1], how many pairs of a token and a tile of `tile` neighbouring neurons had 0, 1, ..., tile
-        of them firing. The last tile of a width that is no multiple of `tile` is narrower.
+        of them firing. The last tile may be narrower.
     overflowing: how many tokens had a tile with more than `words - 1` firing, TwELL's slots.
     position_tokens, position_nnz: [len(POSITIONS)], how many of the tokens whose place in their sequence is known stood
-        in each group of positions, and how many neurons fired at them together.
-
-    Raises InputError for a TwELL geometry that is none, and for counts of other lengths."""
+        in each group of positions, and how many neurons fired at them together."""
 
     name: str
     d_model: int
@@ -82,20 +79,14 @@ class LayerProfile:
         """Neurons firing at a token, on average; NaN where the layer saw no token."""
         return self.neuron_counts.sum().item() / self.tokens if self.tokens else math.nan
 
-    @property
-    def density(self) -> float:
-        """The share of neurons that fire at a token, on average: mean_nnz / d_ff."""
-        return self.mean_nnz / self.d_ff
+    density = property(lambda self: self.mean_nnz / self.d_ff, doc="The share of neurons that fire at a token.")
 
     @property
     def neuron_frequency(self) -> Tensor:
         """The share of tokens at which each neuron fires: float32 [d_ff], NaN where there was no token."""
         return (self.neuron_counts.double() / self.tokens).float()
 
-    @property
-    def dead(self) -> int:
-        """Return how many neurons fired at no token at all."""
-        return (self.neuron_counts == 0).sum().item()
+    dead = property(lambda self: (self.neuron_counts == 0).sum().item(), doc="How many neurons fired at no token.")
 
     @property
     def always_on(self) -> int:
@@ -109,8 +100,8 @@ class LayerProfile:
 
     @property
     def first_to_later(self) -> float:
-        """Return how many times as many neurons fire at the first token of a sequence as at those from position LATER
-        on; NaN where either is unknown."""
+        """Return how many times as many neurons fire at the first token of a sequence as from position LATER on; NaN
+        where either is unknown."""
         tokens, nnz = self.position_tokens, self.position_nnz
         later = nnz[LATER:].sum() / tokens[LATER:].sum()
         return (nnz[0] / tokens[0] / later).item() if later else math.nan
@@ -118,7 +109,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, eq=False)
 class FiringProfile(Saved):
-    """The profiles of all feed-forward layers of a model, in the model's order. InputError without a layer.
+    """The profiles of all feed-forward layers of a model, in the model's order.
 
     token_counts, token_nnz: int64 [vocabulary], how often each token was seen, and how many neurons of all layers
     together fired there. None where the batches did not say which tokens they held."""
@@ -144,23 +135,20 @@ class FiringProfile(Saved):
         return max(layer.tokens for layer in self.layers)
 
     def table(self) -> list[dict]:
-        """Return one row a layer, JSON-able; None stands where a layer saw no token, and for what is not known."""
+        """Return one row a layer, JSON-able; None stands for what is not known."""
         names = ("d_model", "d_ff", "gated", "tokens", "density", "mean_nnz", "dead", "always_on", "overflow_rows")
         return [
             {"layer": layer.name, **{name: _number(getattr(layer, name)) for name in names}} for layer in self.layers
         ]
 
     def __str__(self) -> str:
-        """Lay `table` out as lines of text, without the sizes; density and overflow as shares."""
         columns = {"layer": "layer", "d_ff": "d_ff", "mean_nnz": "mean nnz", "density": "density"}
         columns |= {"dead": "dead neurons", "always_on": "always on", "overflow_rows": "overflow share"}
         return records.table(self.table(), columns)
 
     def by_position(self) -> list[dict]:
-        """Return how much fires at each group of positions in a sequence, in order; empty where none was known.
-
-        Rows: first, last (positions, from 0; last is None for the last group, which has no end), tokens, density (the
-        share of neurons that fire, in all layers together), layers (that of each layer; None where it saw none)."""
+        """Return a row for each group of positions in a sequence that was seen: first, last (from 0; None for the group
+        without an end), tokens, density (of all layers together) and layers (that of each, or None)."""
         tokens, nnz = (
             torch.stack([getattr(layer, name) for layer in self.layers]).double()
             for name in ("position_tokens", "position_nnz")
@@ -175,11 +163,9 @@ class FiringProfile(Saved):
         return rows
 
     def by_token(self, least: int = 1) -> list[dict]:
-        """Return the tokens of the vocabulary that were seen at least so often, those where most neurons fire first;
-        empty where the batches did not say which tokens they held.
-
-        Rows: token (its number), count (how often it was seen), nnz (how many neurons fire there, in all layers
-        together, on average), x_mean (of what fires at a token of any kind). InputError for a `least` below 1."""
+        """Return a row for each token that was seen at least so often, those where most neurons fire first: token (its
+        number), count, nnz (the neurons that fire there on average, in all layers together) and x_mean (of what fires
+        at any token). Empty where the batches did not say which tokens they held. InputError for a `least` below 1."""
         if type(least) is not int or least < 1:
             raise InputError(f"least is {least!r:.80}; a whole number from 1 up is accepted")
         if self.token_counts is None:
@@ -195,8 +181,8 @@ class FiringProfile(Saved):
         ]
 
     def compare(self, other: FiringProfile) -> Comparison:
-        """Compare this profile with another one of a model of the same sizes: another text, or another training. The
-        result's `str` is a table and a sentence. InputError, naming both, where the layers have other sizes."""
+        """Compare this profile with another one: another text, or another training. The result's `str` is a table and a
+        sentence. InputError, naming both, where the layers have other sizes."""
         if not isinstance(other, FiringProfile):
             raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
         check_same(dict(enumerate(self.layers)), dict(enumerate(other.layers)), "one profile", "the other")
@@ -209,13 +195,12 @@ def profile(
     """Run `model` over `batches` and count which feed-forward neurons fire, in memory that does not grow with them.
 
     What fires is what the layer's activation keeps; in a layer with thresholds on its inputs (TEAL), the hidden values
-    that are kept. Dense layers are first asked what they compute; those whose gate alone does not say who fires are
-    left out. Then the answers that a gate gives anyway are counted; a layer of `sparsify`'s gives none, so there the
-    gate is computed once more. Batches of a hundred tokens and more cost least.
+    that are kept. Dense layers whose gate alone does not say who fires are left out. A layer of `sparsify`'s computes
+    its gate once more. Batches of a hundred tokens and more cost least.
 
     Args:
-        model: any module in which `firing_layers` finds layers; dense, or already swapped by `sparsify`. It runs in
-            evaluation mode without gradients, and eagerly if it was compiled, and is left as it was.
+        model: dense, or already swapped by `sparsify`. It runs in evaluation mode without gradients, and eagerly if it
+            was compiled, and is left as it was.
         batches: what the model takes, one after the other: a tensor, a mapping of keyword arguments (what a
             transformers tokenizer returns) or a tuple of arguments; a single tensor or mapping is one batch. Tensors
             are moved to the device of the model's first parameter. Where an `attention_mask` [batch, tokens] is 0,
@@ -259,11 +244,10 @@ def count(model: nn.Module, layers: list[FeedForward], batches: Iterable, tile: 
 
 
 def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tensor]:
-    """Return what really enters one feed-forward layer when `model` runs on `batch`, and its gate's answer.
+    """Return what enters one feed-forward layer when `model` runs on `batch`, x [tokens, d_model], and its gate's
+    pre-activation [tokens, d_ff], masked positions left out; batch and errors as of `profile`.
 
-    layer: position among the model's feed-forward layers (negative: from the end), or the layer's name.
-    Returns (x [tokens, d_model], pre-activation [tokens, d_ff]) in the model's dtype on its device, masked positions
-    left out; the relu of the second is what gets packed. Batch and errors are those of `profile`."""
+    layer: position among the model's feed-forward layers (negative: from the end), or the layer's name."""
     layers = {found.name: found for found in feed_forwards(model)}
     if isinstance(layer, int) and -len(layers) <= layer < len(layers):
         layer = [*layers][layer]
@@ -277,10 +261,8 @@ def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tens
 
 
 def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: int) -> dict[str, Tensor]:
-    """Return what really enters the feed-forward layers called so when `model` runs on the batches.
-
-    For each name up to `rows` inputs, [rows, d_model], in the model's dtype on its device, masked positions left out;
-    batches after those that hold so many are not run. Batches and errors are those of `profile`."""
+    """Return what enters the feed-forward layers called so when `model` runs on the batches: for each name up to `rows`
+    inputs, [rows, d_model], masked positions left out. Batches and errors are those of `profile`."""
     taken: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def lacking(name: str) -> int:
@@ -323,7 +305,6 @@ class Counter:
         return nnz
 
     def _add(self, gate: Tensor, rows: Rows) -> Tensor:
-        """Count one piece of the rows."""
         # What a threshold kept may be negative: SiLU's small values are.
         acts, cut, counts = self.layer.acts, self.layer.cut, self.counts
         firing = gate != 0 if cut is not None else fires(gate) if acts is None else acts(gate) != 0
@@ -369,14 +350,13 @@ def _number(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `FiringProfile.compare`. rows: one a layer, JSON-able: layer, d_ff, tokens, other_tokens, density,
-    other_density, ratio, hot_kept; None where a layer saw no token, or none fired."""
+    """The result of `FiringProfile.compare`. rows: one a layer, JSON-able; None where a layer saw no token, or none
+    fired."""
 
     rows: list[dict]
 
     @property
     def verdict(self) -> str:
-        """Return what was found, and what that means for a plan, in one sentence."""
         rows = [row for row in self.rows if row["ratio"] is not None]
         if not rows:
             return "No layer fired in both profiles: there is nothing to compare."
@@ -398,8 +378,7 @@ class Comparison:
 
 
 def check_same(some: Mapping, others: Mapping, here: str, there: str) -> None:
-    """Raise InputError unless two have the same layers of the same sizes: those of profiles or plans, or found ones, by
-    name. here, there: what the two are called."""
+    """Raise InputError unless two have the same layers of the same sizes; here, there: what the two are called."""
     sizes = [{name: _size(layer) for name, layer in layers.items()} for layers in (some, others)]
     if differ := [name for name in {**some, **others} if sizes[0].get(name) != sizes[1].get(name)]:
         name, more = differ[0], f", and {len(differ) - 1} more differ" if differ[1:] else ""

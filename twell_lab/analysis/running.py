@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from ..core import WHOLE, InputError, TwellError
 from ..layers.find import FeedForward
-from ..layers.lossy import zeroed
-from ..layers.parts import uncompiled
+from ..layers.parts import hidden_of, uncompiled
 
 Gate = Callable[[slice], Tensor]  # gate(rows) gives the pre-activations of these rows of a layer's input, [rows, d_ff]
 ALL = slice(None)
@@ -28,49 +26,36 @@ LATER = 8  # from here on positions stand in groups; the first ones are compared
 class Rows(NamedTuple):
     """What is certain of the rows that a layer was given, one entry a row; None where it is not known.
 
-    counted: bool, whether the row is a token and no padding (None: all are). group: int64, in which of POSITIONS it
-    stands in its sequence. ids: int64, its token in the model's vocabulary; what is not in that has the vocabulary's
-    size."""
+    counted: bool, whether the row is a token and no padding. group: int64, in which of POSITIONS it stands in its
+    sequence. ids: int64, its token in the model's vocabulary, or the vocabulary's size."""
 
     counted: Tensor | None = None
     group: Tensor | None = None
     ids: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Rows:
-        """Change each entry that is known."""
         return Rows(*(None if values is None else change(values) for values in self))
 
     def kept(self, values: Tensor) -> Tensor:
-        """Return [..., n], a layer's input or its gate's answers, as [tokens, n], with what is no token left out."""
+        """Return values [..., n] as [tokens, n], with what is no token left out."""
         values = values.reshape(-1, values.shape[-1])
         return values if self.counted is None else values[self.counted.to(values.device)]
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return how many tokens the model tells apart: the size of its largest embedding, 0 without any."""
+    """Return the size of the model's largest embedding, 0 without any."""
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
 def hidden_by(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float] | None = None) -> Tensor:
-    """Compute what enters the down projection for x [rows, d_model]: [rows, d_ff].
-
-    thresholds: for "input", "activation" and "hidden", below which magnitude values there become zero; by default those
-    that are on the layer."""
-    if thresholds is None:
-        thresholds = {} if layer.cut is None else layer.cut._asdict()
-    acts, up = layer.acts or torch.relu, layer.up
-    x = zeroed(x, thresholds.get("input", 0.0))
-    hidden = acts(F.linear(x, layer.pattern.weight, layer.pattern.bias))
-    hidden = zeroed(hidden, thresholds.get("activation", 0.0))
-    if layer.gate is not None:
-        beside = F.linear(x, up.weight, up.bias)
-        hidden = hidden * (acts(beside) if layer.both else beside)
-    return zeroed(hidden, thresholds.get("hidden", 0.0))
+    """Compute what enters the down projection for x [rows, d_model], [rows, d_ff]; thresholds: as in
+    layers.parts.hidden_of, by default those that are on the layer."""
+    own = {} if layer.cut is None else layer.cut._asdict()
+    return hidden_of(layer, x, layer.both, own if thresholds is None else thresholds)
 
 
 def _hook(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> RemovableHandle:
-    """Have see(x, gate) called whenever the layer runs. Of a layer with thresholds on its inputs, gate gives the hidden
-    values, zero where they are not kept."""
+    """Have see(x, gate) called whenever the layer runs; with thresholds on inputs, gate gives the hidden values."""
 
     def before(module: nn.Module, args: tuple) -> None:
         rows = args[0].reshape(-1, args[0].shape[-1])
@@ -92,15 +77,12 @@ def run(
     after: Callable[[Any, list[Rows]], object] = lambda output, rows: None,
 ) -> None:
     """Run the model over the batches, in evaluation mode, without gradients, and eagerly, since compiled code calls no
-    hooks; and leave it as it was, each module in its own mode. Batches go to the device of its first parameter.
+    hooks; and leave it as it was.
 
-    watched: layers, each with a function see(x, gate, rows) that is called whenever the layer runs. batches: a tensor
-    or mapping (one batch), or an iterable of tensors, mappings of keyword arguments, or tuples. after: called after
+    watched: layers, each with a function see(x, gate, rows) that is called whenever the layer runs. after: called after
     each batch with the model's output and what is known of the tokens that layers saw, those of encoder and decoder
-    apart; what it returns ends the run if it is true.
-
-    Raises InputError for weights on meta; for no batches; and for a batch that the model does not take, with its number
-    and the model's own error as the cause."""
+    apart; the run ends where it returns what is true. InputError for weights on meta; for no batches; and for a batch
+    that the model does not take, with its number and the model's own error as the cause."""
     if empty := next((name for name, t in model.named_parameters() if t.is_meta), None):
         raise InputError(f"{empty} is on meta, without values; accepted: a model that was loaded")
     if isinstance(batches, (Tensor, Mapping)):
@@ -132,9 +114,8 @@ def run(
 class _Batch:
     """One input of the model on its device, and what that says of its tokens.
 
-    Which tokens a layer's rows are is certain where there are as many rows as token ids or entries of a mask, sequence
-    by sequence, in a tensor of any shape; and of the rows that a routed expert was given. Where nothing was given by
-    which to tell, rows [batch, sequence, d_model] have positions, and others none."""
+    Which tokens a layer's rows are is certain where there are as many rows as token ids or entries of a mask. Where
+    nothing was given by which to tell, rows [batch, sequence, d_model] have positions, and others none."""
 
     def __init__(self, model: nn.Module, given) -> None:
         device = next(model.parameters()).device
@@ -154,7 +135,6 @@ class _Batch:
             raise InputError(f"a batch is a {type(given).__name__}; accepted: a tensor, mapping or tuple")
 
     def reason(self, error: Exception) -> str:
-        """Say why the model raised this error on the batch, as far as that is known."""
         tensors = {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
         ids = tensors.get("input_ids")
         if isinstance(error, LookupError) and ids is not None and not ids.is_floating_point():
@@ -194,8 +174,8 @@ class _Batch:
         return Rows(group=_group(torch.arange(lead[1], device=x.device).expand(lead)))
 
     def _described(self, prefix: str) -> tuple[torch.Size | None, Rows]:
-        """Return the shape [batch, sequence] of the tokens, None where nothing says which they are, and what is known
-        of each. prefix: of the arguments that are about them."""
+        """Return the shape [batch, sequence] of the tokens whose arguments have this prefix, None where nothing says
+        which they are, and what is known of each."""
         flat = {name: value for name, value in self.named.items() if isinstance(value, Tensor) and value.dim() == 2}
         ids, mask, said = (prefix + name for name in ("input_ids", "attention_mask", "position_ids"))
         whole = ids in flat and not flat[ids].is_floating_point() and flat[ids].dtype != torch.bool

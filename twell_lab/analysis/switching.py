@@ -8,11 +8,10 @@ What each path costs at a token, with weights of d_model x d_ff and n neurons fi
           gate)
 So there is a break-even: a number of firing neurons, whatever the number of tokens, below which the sparse path is
 faster. A "lost" row, a token that the sparse path finishes from the dense weights, costs as much as if a share of the
-layer's neurons fired: LOST_TO_TENSOR_CORES of them for as many tokens as these take, LOST for the others. The dense
-path sees no lost rows, but how many tokens are heavy, which few of them will be lost for.
+layer's neurons fired: LOST_TO_TENSOR_CORES of them for as many tokens as these take, LOST for the others.
 
-Under torch.compile a changed path is another graph. Compile a model's layers one by one (`layer.compile()` for each),
-so that two graphs serve all of them; torch gives up on a whole model after eight combinations."""
+Under torch.compile a changed path is another graph: compile a model's layers one by one, so that two graphs serve all
+of them."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ _REST = 6  # d_model values a token that the sparse path moves besides: x, y, dy
 
 
 def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) -> float:
-    """Return the neurons firing at a token below which a training step of this layer is faster on the sparse path; 0 if
-    it never is."""
+    """Return the neurons firing at a token below which a training step of a layer is faster on the sparse path."""
     size = getattr(torch, rates.dtype).itemsize
     gemm = 2 * d_model * d_ff / rates.matmul
     gemms, values, rows = (9, 11, 7) if gated else (6, 5, 5)
@@ -50,11 +48,10 @@ def break_even(rates: costs.Rates, d_model: int, d_ff: int, gated: bool = True) 
 
 
 def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[str, float]) -> dict[str, str]:
-    """Set the training path of every SparseFFN of the model that has a term, of one forward pass
-    (twell_lab.layers.terms.layer_terms); reading the terms waits for the device.
+    """Set the training path of every SparseFFN of the model that has a term (layers.terms) of one forward pass; reading
+    the terms waits for the device. Returns {layer: new path} of the layers whose path changed.
 
-    below: the break-even, one number or one for each layer, in neurons firing at a token. Returns {layer: new path} of
-    the layers whose path changed."""
+    below: the break-even, one number or one for each layer, in neurons firing at a token."""
     layers = {layer.name: layer.module for layer in feed_forwards(model) if isinstance(layer.module, SparseFFN)}
     changes = {}
     for term in (term for term in terms if term.name in layers):
@@ -79,12 +76,9 @@ def cost(term: LayerTerm, weight: Tensor) -> float:
 
 
 class Switch:
-    """`switch` with the break-evens of this model on its device, which are measured when the first terms come.
-
-    The dense path does not see lost tokens. So a layer that goes back to it because of them gets what a token seemed to
-    cost without them as its new break-even, and tries the sparse path again when it is less.
-
-    below: the break-even of each layer instead, in neurons firing at a token."""
+    """`switch` with the break-evens of this model on its device, which are measured when the first terms come, unless
+    `below` has them. The dense path does not see lost tokens: a layer that goes back to it because of them gets what a
+    token seemed to cost without them as its new break-even."""
 
     def __init__(self, model: nn.Module, below: dict[str, float] | None = None) -> None:
         self.model, self.below = model, below
@@ -102,11 +96,8 @@ class Switch:
         return changes
 
     def measure(self, tokens: int = 4096) -> dict[str, float]:
-        """Return the break-even of each layer, from rates measured on its device now.
-
-        It is at most the number for which the kernels have room (survivors.capacity_for), which is less in wide
-        layers, and 0, for never, where the kernels do not take the layer (on a CPU, in float32). tokens: how many a
-        forward pass of training has."""
+        """Return the break-even of each layer, from rates measured on its device now: at most the number for which the
+        kernels have room, and 0, for never, where they do not take the layer. tokens: of a forward pass of training."""
         layers = feed_forwards(self.model)
         weight = layers[0].up.weight
         device = weight.device.type

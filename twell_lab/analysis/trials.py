@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ..core import TwellError
 from ..layers.choice import DENSE, Choice, LayerPlan
-from ..layers.find import FeedForward, StandIn
+from ..layers.find import FeedForward, StandIn, cut_places
 from ..layers.lossy import ThresholdedInput
-from ..layers.parts import named_family
+from ..layers.parts import named_family, parts_of
 from ..layers.paths import PATHS
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock
-from ..ops.reference import SquaredReLU
+from ..ops.activation import SquaredReLU
 from .profile import LayerProfile
 
 ROWS = 4096  # inputs of a layer that are timed on at most; more tokens repeat them
@@ -29,31 +29,27 @@ Times = dict[Option | None, float]  # microseconds of a call; None: of the layer
 
 
 class Plain(nn.Module):
-    """A feed-forward layer under usual names, computed as the model does, with the layer's own weights and no hooks."""
+    """A feed-forward layer under usual names, computed as the model does, with its weights and none of its hooks."""
 
     def __init__(self, found: FeedForward) -> None:
         super().__init__()
-        self.both, self.cut, squared = found.both, found.cut, found.gate is found.up
+        self.both, squared = found.both, found.gate is found.up
         if found.gate is not None and not squared:
             self.gate_proj = _projection(found.gate)
         self.up_proj, self.down_proj = _projection(found.up), _projection(found.down)
         self.act_fn = copy.copy(found.acts) if found.acts else SquaredReLU() if squared else nn.ReLU()
-        for place, threshold in found.cut._asdict().items() if found.cut else ():
-            self.add_module(f"lossy_{place}", ThresholdedInput(threshold))
+        for place, projections in cut_places(parts_of(self)).items() if found.cut else ():
+            ThresholdedInput(found.cut._asdict()[place]).put_on(self, place, projections)
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.cut is None else self.cut.of_input(x)
-        if hasattr(self, "gate_proj"):
-            hidden, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
-            hidden = hidden * (self.act_fn(up) if self.both else up)
-        else:
-            hidden = self.act_fn(self.up_proj(x))
-        return self.down_proj(hidden if self.cut is None else self.cut.of_hidden(hidden))
+        if not hasattr(self, "gate_proj"):
+            return self.down_proj(self.act_fn(self.up_proj(x)))
+        hidden, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
+        return self.down_proj(hidden * (self.act_fn(up) if self.both else up))
 
 
 def _projection(projection: nn.Linear) -> nn.Linear:
-    """Return a plain nn.Linear with the weights of a projection."""
     rows, columns = projection.weight.shape
     plain = nn.Linear(columns, rows, projection.bias is not None, device="meta", dtype=projection.weight.dtype)
     for name, tensor in (("weight", projection.weight), ("bias", projection.bias)):
@@ -65,11 +61,10 @@ def _projection(projection: nn.Linear) -> nn.Linear:
 class Trial:
     """One layer, timed for one way of calling.
 
-    layer, found: its profile, and the layer. hot: how many neurons hot/cold has first; 0 where that is not weighed.
-    x: inputs of it, [rows, d_model]; without them a drawn one is timed, of its shape, in which each neuron fires as
-    often, though independently. A path that takes a layer for where its zeros lie has its own weights even then.
-    beside: as in clock.time_calls. errors: of each lossy choice how far its output is off: the norm of the difference
-    over that of the layer's output. refused: of each choice that the layer cannot take, why."""
+    hot: how many neurons hot/cold has first; 0 where that is not weighed. x: inputs of it, [rows, d_model]; without
+    them a drawn one is timed, of its shape, in which each neuron fires as often. A path that takes a layer for where
+    its zeros lie has its own weights even then. errors: of each lossy choice the norm of its output's error over that
+    of the output. refused: of each choice that the layer cannot take, why."""
 
     def __init__(
         self, layer: LayerProfile, found: FeedForward, hot: int, calls: str, x: Tensor | None, beside: int
@@ -138,8 +133,7 @@ class Trial:
 
 
 def _by_torch(found: FeedForward) -> nn.Module:
-    """Return the layer as the model computes it: its own module where one projection holds gate and up, if no other
-    process has to call it too."""
+    # Its own module where one projection holds gate and up, if no other process has to call it too.
     family = None if isinstance(found.module, StandIn) else named_family(found.module)
     fused = family is not None and family.gate == family.up and not torch.distributed.is_initialized()
     return found.module if fused else Plain(found)

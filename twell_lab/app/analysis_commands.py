@@ -6,11 +6,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from importlib.util import find_spec
-from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core import InputError, StackError, check_target, write_atomically
+from ..core import InputError, StackError, write_atomically
 from .inputs import model_and_windows, placed
 from .terminal import Answer
 
@@ -29,13 +28,6 @@ def profile(options: argparse.Namespace) -> Answer:
     from ..analysis.predict import verdict
     from ..analysis.profile import FiringProfile, profile
 
-    targets = [target for target in (options.out, options.html, options.plot) if target is not None]
-    for target in targets:
-        check_target(target)
-    drawn, inputs = {options.html, options.plot} - {None}, {options.model, options.against} - {None}
-    files = set(map(realpath, targets))
-    if len(files) < len(targets) or set(map(realpath, drawn)) & set(map(realpath, inputs)):
-        raise InputError("--out, --html and --plot are not all different, or are read; accepted: files of their own")
     if options.plot is not None and options.plot.suffix not in _PICTURES:
         raise InputError(f"--plot is {str(options.plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")
     if options.plot is not None and find_spec("kaleido") is None:
@@ -65,13 +57,8 @@ def profile(options: argparse.Namespace) -> Answer:
         "verdict": said,
         "against": None if compared is None else {"layers": compared.rows, "verdict": compared.verdict},
     }
-    lines = [
-        str(firing),
-        *_by_place(firing, spell),
-        f"profile: {firing.tokens:,} tokens of {read}" + (f"; the counts are in {options.out}" if options.out else ""),
-        said,
-        *([] if compared is None else [f"\nbeside {options.against}", str(compared)]),
-    ]
+    lines = [str(firing), *_by_place(firing, spell), f"profile: {firing.tokens:,} tokens of {read}", said]
+    lines += [] if compared is None else [f"\nbeside {options.against}", str(compared)]
     return Answer(value, "\n".join(lines))
 
 
@@ -99,29 +86,21 @@ def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
     rows = [row for row in firing.by_position() if not row["first"] & (row["first"] - 1)]  # 0 and the powers of two
     places = [f"{row['first']}{'' if row['last'] == row['first'] else ' on'}: {share(row['density'])}" for row in rows]
     lines = [f"firing at positions {', '.join(places)}" if places else "firing by position: not known"]
-    tokens = firing.by_token(least=8)
-    many = min(5, len(tokens) // 2)
-    said = [
-        ", ".join(f"{spell(each['token'])} {each['x_mean']:.1f}x" for each in some if each["x_mean"] is not None)
-        for some in (tokens[:many], tokens[::-1][:many])
-    ]
-    lines += [f"tokens at which most fire, times the mean: {said[0]}; least: {said[1]}"] if said[0] else []
+    tokens = [row for row in firing.by_token(least=8) if row["x_mean"] is not None]
+    if many := min(5, len(tokens) // 2):
+        said = [f"{spell(row['token'])} {row['x_mean']:.1f}x" for row in [*tokens[:many], *tokens[: -many - 1 : -1]]]
+        most, least = ", ".join(said[:many]), ", ".join(said[many:])
+        lines.append(f"tokens at which most fire, times the mean: {most}; least: {least}")
     return lines
 
 
 def plan(options: argparse.Namespace) -> Answer:
+    model, part, windows, _ = model_and_windows(options, 2 * options.windows)
+    chosen = planned(options, model, windows)
     if options.out is not None:
-        check_target(options.out)
-    _, part, windows, _ = read = model_and_windows(options, 2 * options.windows)
-    made = planned(options, read[0], windows)
-    if options.out is not None:
-        made.save(options.out)
-    shown = "\n\n".join(map(str, made.layers)) if options.all else made
-    return Answer(
-        made.table(),
-        f"{shown}\nplan: {how_planned(made, part.name, windows)}"
-        + (f"; the plan is in {options.out}" if options.out else ""),
-    )
+        chosen.save(options.out)
+    shown = "\n\n".join(map(str, chosen.layers)) if options.all else chosen
+    return Answer(chosen.table(), f"{shown}\nplan: {how_planned(chosen, part.name, windows)}")
 
 
 def planned(options: argparse.Namespace, model: nn.Module, windows: Tensor) -> Plan:
@@ -142,9 +121,9 @@ def planned(options: argparse.Namespace, model: nn.Module, windows: Tensor) -> P
     )
 
 
-def how_planned(made: Plan, text: str, windows: Tensor) -> str:
-    """From how many tokens of the text, and what was timed."""
-    timed = f"timed on inputs {made.inputs}" if made.inputs else "nothing was timed"
+def how_planned(plan: Plan, text: str, windows: Tensor) -> str:
+    """Return from how many tokens of the text a plan was made, and what was timed."""
+    timed = f"timed on inputs {plan.inputs}" if plan.inputs else "nothing was timed"
     return f"from {windows[::2].numel():,} tokens of {text}; {timed}"
 
 
@@ -152,8 +131,6 @@ def thresholds(options: argparse.Namespace) -> Answer:
     from ..models.thresholds import thresholds as choose
     from ..models.tiny import LanguageModel
 
-    if options.out is not None:
-        check_target(options.out)
     if options.windows < 2:
         raise InputError(
             f"--windows is {options.windows}; two or more windows are accepted, for the loss to have an interval"
@@ -165,14 +142,13 @@ def thresholds(options: argparse.Namespace) -> Answer:
     own = isinstance(model, LanguageModel)  # which predicts tokens whose bytes are known
     width = part.tokenizer.lengths[windows[1::2, 1:]].double().mean().item() if own else None
     cost = chosen.loss(model, windows[1::2], bytes_per_token=width)
-    if options.out is not None:
-        chosen.save(options.out)
     value = {"model": str(options.model), "text": part.name, "greedy": options.greedy, "thresholds": chosen.table()}
     value |= {key: getattr(chosen, key) for key in ("method", "sparsity", "tokens", "spared")}
     said = f"{chosen}\nthresholds: {cost}; of {part.name}, every second window was calibrated on, the others measured"
     if options.out is not None:
-        said += f"; the thresholds are in {options.out}; in Python:\n"
-        said += f"  tl.Thresholds.load({str(options.out)!r}).apply(tl.load({str(options.model)!r}))"
+        chosen.save(options.out)
+        line = f"tl.Thresholds.load({str(options.out)!r}).apply(tl.load({str(options.model)!r}))"
+        said += f"\nthresholds: in Python:\n  {line}"
     return Answer(value | {"loss": cost.as_dict()}, said)
 
 
@@ -188,9 +164,9 @@ def predict(options: argparse.Namespace) -> Answer:
     columns |= {"read_mb": "MB of weights needed"}
     source = "from the vendor's figures and the shares that an H100 reaches"
     lines = [records.table(rows, columns), f"predict: {predict.rates_of(options.gpu).device}, {source}"]
-    for row in predict.errors():
-        lines.append(
-            f"predict: {row['layers']} layers recorded on an {row['gpu']} would be predicted as {row['least']:.2f} to "
-            f"{row['most']:.2f} times what they took, {row['median']:.2f} in the middle"
-        )
+    lines += [
+        f"predict: {row['layers']} layers recorded on an {row['gpu']} would be predicted as {row['least']:.2f} to "
+        f"{row['most']:.2f} times what they took, {row['median']:.2f} in the middle"
+        for row in predict.errors()
+    ]
     return Answer(rows, "\n".join(lines))

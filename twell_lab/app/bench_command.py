@@ -8,7 +8,7 @@ import os
 from statistics import quantiles
 from typing import TYPE_CHECKING
 
-from ..core import InputError, check_folder
+from ..core import InputError
 from .inputs import model_and_windows, placed
 from .terminal import Answer, terminated_like_interrupted
 
@@ -22,9 +22,15 @@ _LOSSY = ("error", "layer_error", "loss")  # of interest where a path is lossy
 _COLUMNS = {"what": "what", "head": "LM head", "how": "run", "unit": "in", "dense": "dense", "sparse": "sparse"}
 _COLUMNS |= {"times": "x dense", "half": "middle half", **{key: key for key in _ALSO}}
 _COLUMNS |= {"layer_error": "a layer's error", "layers": "sparse model's layers"}
-
-
-# ---- a layer ----
+_EXPLAINED = (
+    "bench: rates are of plain calls, one after another, or of replays of graphs, in the middle of all turns; x dense: "
+    "the sparse rate by the dense one; middle half: what it was from turn to turn, both taking turns, the quarters "
+    "above and below left out; peak: beyond what was there before the call; mJ: of the whole GPU; both dense to sparse"
+)
+_EXPLAINED_LOSSY = (
+    "; error: of the results against a float32 run, by its norm; a layer's: of its output against the dense layer's, "
+    "on average; loss: in nats a token"
+)
 
 
 def layer(options: argparse.Namespace) -> Answer:
@@ -34,20 +40,14 @@ def layer(options: argparse.Namespace) -> Answer:
     from .. import records
     from ..bench import forward
 
-    if options.out is not None:
-        check_folder(options.out)
     dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else [None]
     sizes = options.d_model, options.d_ff, options.nnz
-    how = {key: getattr(options, key) for key in ("device", "compiled", "seconds")} | {
-        "workload_kind": options.workload
-    }
+    how = {key: getattr(options, key) for key in ("device", "compiled", "seconds")}
+    how["workload_kind"] = options.workload
     timed = [forward.ffn(tokens, *sizes, dtype=dtype, **how) for dtype in dtypes for tokens in options.tokens]
     saved = [f"bench: saved {record.save(options.out)}" for record in timed] if options.out is not None else []
     rows = records.flat_rows(timed)
     return Answer(rows, "\n".join([records.table(rows, records.COLUMNS), *saved]))
-
-
-# ---- a whole model ----
 
 
 def whole_model(options: argparse.Namespace) -> Answer:
@@ -57,9 +57,6 @@ def whole_model(options: argparse.Namespace) -> Answer:
     from .. import bench
     from ..bench.drawn import NAMES
 
-    if options.out is not None:
-        check_folder(options.out)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
     keys = ("tokens", "batches", "firing", "plan", "paths", "compiled", "graphs", "training", "seconds")
     how = {key: getattr(options, key) for key in keys}
     if options.model in NAMES and not os.path.isdir(options.model):
@@ -68,9 +65,8 @@ def whole_model(options: argparse.Namespace) -> Answer:
                 f"--text is {options.text!r:.200}, and {options.model} is a size, whose drawn model has no tokenizer; "
                 "accepted: --text with a saved model"
             )
-        with terminated_like_interrupted():  # what was measured is told and saved
-            record = bench.model(options.model, device=options.device, dtype=dtype, **how)
-        read = "random tokens"
+        model, read = options.model, "random tokens"
+        how |= {"device": options.device, "dtype": getattr(torch, options.dtype) if options.dtype else None}
     else:
         if not os.path.isdir(options.model) and "/" not in options.model:
             raise InputError(
@@ -80,9 +76,9 @@ def whole_model(options: argparse.Namespace) -> Answer:
         asked = max([*(options.tokens or []), 2048, *(512 * batch for batch in options.batches)])
         model, part, windows, _ = model_and_windows(options, tokens=max(4 * 2048, 2 * asked))
         model.to(*placed(options))
-        with terminated_like_interrupted():
-            record = bench.model(model, text=windows.flatten(), **how)
-        read = f"{windows.numel():,} tokens of {part.name}"
+        how["text"], read = windows.flatten(), f"{windows.numel():,} tokens of {part.name}"
+    with terminated_like_interrupted():  # what was measured is told and saved
+        record = bench.model(model, **how)
     saved = [f"bench: saved {record.save(options.out)}"] if options.out is not None else []
     return Answer(record.to_json(), "\n".join([told(record, read), *saved]))
 
@@ -97,7 +93,6 @@ def told(record: Record, read: str) -> str:
     if not compared:
         return "\n".join([*missing, "bench: nothing could be compared"])
     lossy = any("lossy" in (pair["layers"] or "") for pair in compared)
-    columns = {key: head for key, head in _COLUMNS.items() if lossy or key not in _LOSSY}
     first = record.rows[0]
     about, share = first["workload"].partition(",")[0], first["nnz"] / first["d_ff"]
     weights = {row["path"]: row["weight_bytes"] / 2**20 for row in record.rows if "weight_bytes" in row}
@@ -109,14 +104,9 @@ def told(record: Record, read: str) -> str:
         f"{min(first['nnz_layers']):g} to {max(first['nnz_layers']):g}; weights take "
         f"{weights['dense eager']:,.4g} MiB dense, {max(weights.values()):,.4g} with what a path keeps beside them",
         "",
-        table(compared, columns),
+        table(compared, {key: head for key, head in _COLUMNS.items() if lossy or key not in _LOSSY}),
         "",
-        "bench: rates are of plain calls, one after another, or of replays of graphs, in the middle of all turns; x "
-        "dense: the sparse rate by the dense one; middle half: what it was from turn to turn, both taking turns, the "
-        "quarters above and below left out; peak: beyond what was there before the call; mJ: of the whole GPU; both "
-        "dense to sparse"
-        + "; error: of the results against a float32 run, by its norm; a layer's: of its output against the dense "
-        "layer's, on average; loss: in nats a token" * lossy,
+        _EXPLAINED + _EXPLAINED_LOSSY * lossy,
         *missing,
         *([f"bench: no energy: {notes['energy']}"] if "energy" in notes else []),
         f"bench: {conclusion(compared)}",
@@ -142,6 +132,11 @@ def pairs(rows: list[dict]) -> list[dict]:
         rate = "tokens_per_s" if "tokens_per_s" in row else "tokens_per_ms"
         what = workload.partition(", ")[2]
         ways = [*["compiled"] * bool(compiled), *["CUDA graph"] * bool(graph), *["planned for it"] * own]
+        also = {
+            column: f"{dense[key] / unit:.4g} to {row[key] / unit:.4g}"
+            for column, (key, unit) in _ALSO.items()
+            if key in dense and key in row
+        }
         compared.append(
             {
                 "what": f"forward, {what}" if row["kind"] == "model_forward" else what,
@@ -155,11 +150,7 @@ def pairs(rows: list[dict]) -> list[dict]:
                 "low": low,
                 "high": high,
                 "half": f"{low:.2f} to {high:.2f}",
-                **{
-                    column: f"{dense[key] / unit:.4g} to {row[key] / unit:.4g}"
-                    for column, (key, unit) in _ALSO.items()
-                    if key in dense and key in row
-                },
+                **also,
                 "layer_error": row.get("layer_error"),
                 "layers": row.get("choice"),
             }

@@ -34,52 +34,38 @@ class Axis(NamedTuple):
 
 
 def chart(title: str, drawn: Sequence[Line], x: Axis, y: Axis, level: float | None = None) -> dict:
-    """Return what the template draws of lines over one pair of axes.
-
-    title: of the chart; a screen reader says it, and then where each line begins and ends. drawn: the lines, of one
-    point or more; colours repeat after six. level: a horizontal line at this y. ValueError for a value that has no
-    place on a log axis."""
+    """Return what the template draws of lines over one pair of axes, and `label`, which a screen reader says: where
+    each line begins and ends. level: a horizontal line at this y."""
     points = [point for line in drawn for point in line.points]
-    heights = [value for _, value in points] + ([] if level is None else [level])
     across, ticks = _scale(x, [place for place, _ in points], LEFT, RIGHT)
-    up, marks = _scale(y, heights, BOTTOM, TOP)
-    ends = [
-        f"{line.name}: {', '.join(f'{y.show(b)} at {x.show(a)}' for a, b in (line.points[0], line.points[-1]))}"
-        for line in drawn
-        if line.behind is None
-    ]
-    lines = []
+    up, marks = _scale(y, [height for _, height in points] + ([] if level is None else [level]), BOTTOM, TOP)
+    lines, said = [], []
     for number, line in enumerate(drawn):
         places = [(f"{across(a):.1f}", f"{up(b):.1f}") for a, b in line.points]
-        few, colour = len(places) <= DOTS, f"c{(number if line.behind is None else line.behind) % COLOURS}"
+        few, front = len(places) <= DOTS, line.behind is None
+        colour = f"c{(number if line.behind is None else line.behind) % COLOURS}"
+        path = "M" + "L".join(" ".join(place) for place in places)
+        mark = _MARKS[number % len(_MARKS)] if few else ""
+        style = colour if front else f"{colour} faint"
         lines.append(
-            {
-                "name": line.name,
-                "style": colour if line.behind is None else f"{colour} faint",
-                "path": "M" + "L".join(" ".join(place) for place in places),
-                "mark": _MARKS[number % len(_MARKS)] if few else "",
-                "marked": places if few and line.behind is None else [],
-            }
+            {"name": line.name, "style": style, "path": path, "mark": mark, "marked": places * (few and front)}
         )
+        ends = (f"{y.show(b)} at {x.show(a)}" for a, b in (line.points[0], line.points[-1]))
+        said += [f"{line.name}: {', '.join(ends)}"] * front
+    half = {at: LETTER * len(x.show(at)) / 2 for at in ticks}  # a figure stays inside at the right end
     return {
         "title": title,
-        "label": f"{title}. {y.title}, over {x.title}. {'; '.join(ends)}.",
+        "label": f"{title}. {y.title}, over {x.title}. {'; '.join(said)}.",
         "level": None if level is None else f"{up(level):.1f}",
         "x": x.title,
         "y": y.title,
-        # The place of a tick, and that of its figure, which stays inside at the right end.
-        "across": [
-            (f"{across(at):.1f}", f"{min(across(at), WIDTH - LETTER * len(x.show(at)) / 2):.1f}", x.show(at))
-            for at in ticks
-        ],
+        "across": [(f"{across(at):.1f}", f"{min(across(at), WIDTH - half[at]):.1f}", x.show(at)) for at in ticks],
         "up": [(f"{up(at):.1f}", y.show(at)) for at in marks],
         "lines": lines,
     }
 
 
-def _scale(
-    axis: Axis, values: list[float], begin: float, end: float
-) -> tuple[Callable[[float], float], Sequence[float]]:
+def _scale(axis: Axis, values: list[float], begin: float, end: float) -> tuple[Callable[[float], float], list[float]]:
     """Return what gives values their places along an axis, and at most six ticks; the upright axis, which alone has a
     margin at its ends, begins at 0 if its values come near it."""
     upright, low, high = begin > end, min(values), max(values)
@@ -93,13 +79,9 @@ def _scale(
     def place(value: float) -> float:
         return begin + (turned(value) - first) / (last - first) * (end - begin)
 
-    round_ones = axis.ticks or (_round(first, last) if not axis.log else [10.0**n for n in range(-9, 10)])
-    ticks = [tick for tick in round_ones if turned(tick) >= first - 1e-9 and turned(tick) <= last + 1e-9]
+    step = 10 ** math.floor(math.log10((last - first) / 4))
+    step *= next(many for many in (5, 2, 1) if (last - first) / (step * many) >= 4 or many == 1)
+    even = [round(step * i, 12) for i in range(math.ceil(first / step), math.floor(last / step) + 1)]
+    round_ones = axis.ticks or ([10.0**n for n in range(-9, 10)] if axis.log else even)
+    ticks = [tick for tick in round_ones if first - 1e-9 <= turned(tick) <= last + 1e-9]
     return place, ticks[:: -max(1, math.ceil(len(ticks) / 6))]
-
-
-def _round(low: float, high: float) -> list[float]:
-    """Return four to eight round numbers between two."""
-    step = 10 ** math.floor(math.log10((high - low) / 4))
-    step *= next(many for many in (5, 2, 1) if (high - low) / (step * many) >= 4 or many == 1)
-    return [round(step * i, 12) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

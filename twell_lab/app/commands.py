@@ -1,5 +1,5 @@
-"""The commands that need little more than a call: doctor, tour, prepare, course, submit, record, compile and records.
-Each imports what it needs when it runs."""
+"""The commands that need little more than a call: tour, course, submit, record, compile and records. Each imports what
+it needs when it runs."""
 
 from __future__ import annotations
 
@@ -15,50 +15,24 @@ from tqdm import tqdm
 
 from .. import core, records
 from ..core import InputError, RecordError, StackError, check_folder
-from .options import TourOptions, given
-from .terminal import Answer, folded, tell, terminated_like_interrupted
-
-
-def doctor(options: Namespace) -> Answer:
-    from .doctor import examine
-
-    findings, lines = examine(), []
-    for finding in findings:
-        lines.append(folded(f"{finding.state:<8} {finding.topic:<19} {finding.text}", " " * 29))
-        if finding.command:
-            lines.append(f"{'':<26} -> {finding.command}")
-    return Answer([finding._asdict() for finding in findings], "\n".join(lines))
+from .terminal import Answer, terminated_like_interrupted
 
 
 def tour(options: Namespace) -> Answer:
     if options.render is not None:
         from .page import render_file
 
-        page = render_file(options.render, options.out or TourOptions.out)
+        page = render_file(options.render, options.out)
         return Answer({"page": str(page)}, f"tour: the page is {page}")
     from . import tour
 
-    record, saved, written = tour.run(TourOptions(**given(options, TourOptions)))
+    asked = {key: getattr(options, key) for key in ("text", "out", "record_only", "quick", "progress")}
+    record, saved, written = tour.run(**asked)
     seconds = sum(record.notes["tour"]["seconds"].values())
     drawn = f"the page is {written}"
     later = f"the record is {saved}, and twell-lab tour --render {saved} draws its page"
     where = drawn if written else later
     return Answer(record.to_json(), f"{tour.summary(record)}\ntour: done in {seconds:.0f} s; {where}")
-
-
-def prepare(options: Namespace) -> Answer:
-    from ..training.text.prepared import prepare
-
-    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        text = prepare(
-            options.text, options.out, tokenizer=options.tokenizer, on_bytes=lambda size: bar.update(size - bar.n)
-        )
-    training, validation = (len(part.tokens) for part in text.split())
-    return Answer(
-        {**text.describe(), "training_tokens": training, "validation_tokens": validation},
-        f"prepare: {text.size:,} bytes of {text.name} as {len(text.tokens):,} {text.tokenizer.unit}, {validation:,} "
-        f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them",
-    )
 
 
 def course(options: Namespace) -> Answer:
@@ -70,8 +44,6 @@ def course(options: Namespace) -> Answer:
         from .doctor import install_command
 
         raise StackError(f"JupyterLab is not installed; accepted: --no-open, or first {install_command('course')}")
-    if not notebooks:
-        raise StackError(f"no notebook is in {str(core.notebooks_dir())!r}; accepted: a checkout, or a complete wheel")
     if there := [path.name for path in notebooks if (folder / path.name).exists()]:
         raise InputError(
             f"{str(folder)!r} holds {there[0]} already; accepted: another folder, or to go on in this one: "
@@ -82,7 +54,7 @@ def course(options: Namespace) -> Answer:
         shutil.copyfile(path, folder / path.name)
     said, status = f"course: {len(notebooks)} notebooks are in {folder}", 0
     if options.open:
-        tell(f"{said}; opening JupyterLab there; Ctrl-C ends it")
+        print(f"{said}; opening JupyterLab there; Ctrl-C ends it", file=sys.stderr)
         lab = subprocess.Popen([sys.executable, "-m", "jupyterlab", str(folder)])
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C JupyterLab asks whether it should end
         try:
@@ -96,13 +68,12 @@ def submit(options: Namespace) -> Answer:
     """Judge a kernel in the simulator and, where there is one, on the GPU. Status 1, and no record, if it is wrong."""
     from ..course import capstone
 
-    check_folder(options.out)
     judged = capstone.submit(options.file)
     lines = [f"submit: {line}" for line in (judged.said, judged.on_gpu) if line]
     if judged.record is None:
         return Answer({"medal": None, "said": judged.judged.said}, "\n".join(lines), status=1)
     saved = judged.record.save(options.out)
-    columns = {"path": "path", "ms": "ms", "spread": "spread", "device": "device", "tokens": "tokens"}
+    columns = {key: key for key in ("path", "ms", "spread", "device", "tokens")}
     lines += [records.table(judged.rows, columns)] if judged.rows else []
     return Answer(judged.record.to_json(), "\n".join([*lines, f"submit: saved {saved}"]))
 
@@ -115,11 +86,10 @@ def record(options: Namespace) -> Answer:
         return Answer(names, "\n".join(names))
     if options.name not in names:
         raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
-    asked = {key: getattr(options, key) for key in ("seed", "seconds")}
-    asked = {key: value for key, value in asked.items() if value is not None}
+    asked = {key: value for key in ("seed", "seconds") if (value := getattr(options, key)) is not None}
     for key in asked.keys() - options_of(options.name):
         takers = ", ".join(name for name in names if key in options_of(name))
-        raise InputError(f"{options.name} takes no --{key.replace('_', '-')}; accepted: with {takers}")
+        raise InputError(f"{options.name} takes no --{key}; accepted: with {takers}")
     where, saved = options.out or core.new_records_dir(), None
     check_folder(where)
 
@@ -134,7 +104,7 @@ def record(options: Namespace) -> Answer:
         keep(measured)
     except BaseException:
         if saved is not None:
-            tell(f"record: what it has so far is in {saved}")
+            print(f"record: what it has so far is in {saved}", file=sys.stderr)
         raise
     return Answer(measured.to_json(), f"{measured}\nrecord: saved {saved}")
 
@@ -169,22 +139,21 @@ def list_records(options: Namespace) -> Answer:
         return Answer(value, f"records: {why}", int(not holds))
     if options.folder is not None and not options.folder.is_dir():
         raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")
-    recorded = records.load_all(options.folder)
-    kinds = sorted({record.name for record in recorded})
+    recorded = sorted(records.load_all(options.folder), key=lambda record: record.name)
     if options.kind is None:
-        rows = [_summary(record) for record in sorted(recorded, key=lambda record: record.name)]
+        rows = [_summary(record) for record in recorded]
         table = records.table(rows, {key: key for key in ("kind", "device", "date", "rows", "state")})
         none = "records: none in this folder yet; on a GPU, twell-lab record makes them"
         return Answer(rows, f"{table}\ntwell-lab records KIND lists the rows of one" if rows else none)
-    if options.kind not in kinds:
-        raise InputError(f"there is no record {options.kind!r:.200}; accepted: {', '.join(kinds)}")
     chosen = [record for record in recorded if record.name == options.kind]
+    if not chosen:
+        kinds = ", ".join(dict.fromkeys(record.name for record in recorded))
+        raise InputError(f"there is no record {options.kind!r:.200}; accepted: {kinds}")
     rows = records.flat_rows(chosen) or [{"record": record.name, **row} for record in chosen for row in record.rows]
     return Answer(rows, "", quoted="\n\n".join(map(str, chosen)))
 
 
 def _summary(record: records.Record) -> dict:
-    """Return what there is of a record: its kind, where and when it was made, how many rows it has, its state."""
     devices = {row["device"] for row in record.rows if isinstance(row.get("device"), str)}
     devices = devices or {gpu["name"] for gpu in record.machine.get("gpus") or ()} or {"CPU"}
     part = ", cut off" if "unfinished" in record.notes else ", in part" if "left_out" in record.notes else ""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import tempfile
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from .. import core
 from ..core import StackError
 from ..cuda import compile as compiler
+from .terminal import Answer, folded
 
 COURSE = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
 OTHERS = {  # packages that are used where they are there, and for what
@@ -40,24 +41,25 @@ class Finding(NamedTuple):
     command: str | None = None
 
 
+def doctor(options: Namespace) -> Answer:
+    findings, lines = examine(), []
+    for finding in findings:
+        lines.append(folded(f"{finding.state:<8} {finding.topic:<19} {finding.text}", " " * 29))
+        lines += [f"{'':<26} -> {finding.command}"] if finding.command else []
+    return Answer([finding._asdict() for finding in findings], "\n".join(lines))
+
+
 def examine() -> list[Finding]:
     """Return findings on what this machine has, then on what will run on it. Never raises."""
-    try:
-        facts = core.describe_machine()
-        facts["usable"] = core.gpu() is not None
-    except Exception as error:  # the doctor is run where things are broken, so any kind of error may come
-        return [_broken("machine", error)]
+    facts: dict = {}
     findings = []
     for topic, probe in _PROBES.items():
         try:
+            facts = facts or core.describe_machine() | {"usable": core.gpu() is not None}
             findings.append(Finding(topic, *probe(facts)))
-        except Exception as error:
-            findings.append(_broken(topic, error))
+        except Exception as error:  # the doctor is run where things are broken, so any kind of error may come
+            findings.append(Finding(topic, "limited", f"could not be examined ({type(error).__name__}: {error})"))
     return findings
-
-
-def _broken(topic: str, error: Exception) -> Finding:
-    return Finding(topic, "limited", f"could not be examined ({type(error).__name__}: {error})")
 
 
 def install_command(extra: str) -> str:
@@ -75,17 +77,15 @@ def install_command(extra: str) -> str:
 # ---- what the machine has ----
 
 
-def _python(facts: dict) -> tuple:
-    return "ok", f"{facts['python']} on {facts['os']}; {facts['cpu'] or 'unnamed CPU'}, {facts['cores']} cores"
-
-
 def _torch(facts: dict) -> tuple:
     if facts["torch"] is None:
         return _NO_TORCH
-    import torch  # if it is installed and does not load, the finding shows the error
+    import torch  # if it is installed and does not load, or the operators do not, the finding shows the error
+
+    from ..ops import functional  # noqa: F401
 
     build = f"built for CUDA {facts['torch_cuda']}" if facts["torch_cuda"] else "a build without CUDA"
-    return "ok", f"{torch.__version__}, {build}"
+    return "ok", f"{torch.__version__}, {build}; pack, ffn and SparseFFN run on CPU tensors, and skip zeros"
 
 
 def _gpu(facts: dict) -> tuple:
@@ -112,16 +112,13 @@ def _gpu(facts: dict) -> tuple:
     else:  # another stack would not help
         why = f"torch, built for CUDA {facts['torch_cuda']}, cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
         return "limited", f"{named}; {why}"
-    command = install_command("cu12")
-    if not command.startswith("make"):
-        command = "pip uninstall -y torch && " + command.replace("install ", "install 'torch>=2.8,<2.11' ")
-    return "limited", f"{named}; {why}", command
+    return "limited", f"{named}; {why}", install_command("cu12")
 
 
 def _cupy(facts: dict) -> tuple:
     if fault := core.stack_fault():
         if facts["gpus"]:
-            return "limited", fault[0], fault[1]
+            return "limited", *fault
         return "ok", f"{fault[0]}; without a GPU CuPy only compiles, so this does no harm here"
     if facts["cupy"] is None:
         return "missing", "not installed; it loads and launches the CUDA kernels", _cupy_command(facts)
@@ -144,9 +141,8 @@ def _nvrtc(facts: dict) -> tuple:
     try:
         compiler.compiler()
     except StackError as error:  # cut to one line, because that of CuPy fills a screen
-        cause = error.__cause__ or error
-        why = next((line.strip(" =") for line in str(cause).splitlines() if line.strip(" =")), "")
-        why = f" ({type(cause).__name__}: {why})"
+        lines = (line.strip(" =") for line in str(error.__cause__ or error).splitlines())
+        why = f" ({next(filter(None, lines), type(error).__name__)})"
     return "missing", f"the CUDA compiler library does not load{why}", _cupy_command(facts)
 
 
@@ -162,22 +158,13 @@ def _cache(facts: dict) -> tuple:
 # ---- what will run ----
 
 
-def _cpu_operators(facts: dict) -> tuple:
-    if facts["torch"] is None:
-        return _NO_TORCH
-    from ..ops import functional  # noqa: F401  this registers the operators, which can fail
-
-    return "ok", "pack, ffn and SparseFFN run on CPU tensors, in torch operations that skip zeros"
-
-
 def _gpu_kernels(facts: dict) -> tuple:
     if not facts["gpus"]:
         return "limited", "no GPU to run them; plots show recorded runs instead"
     needs = {"GPU": _gpu(facts), "CuPy": _cupy(facts)}
     if not os.environ.get("TWELL_LAB_CUBINS"):  # cubins that were compiled elsewhere need no compiler here
         needs["NVRTC"] = _nvrtc(facts)
-    reasons = [f"{topic}: {text}" for topic, (state, text, *_) in needs.items() if state != "ok"]
-    if reasons:
+    if reasons := [f"{topic}: {text}" for topic, (state, text, *_) in needs.items() if state != "ok"]:
         return "limited", f"will not run yet ({'; '.join(reasons)})"
     return "ok", "run on CUDA tensors, compiled on first use"
 
@@ -188,26 +175,17 @@ def _simulator(facts: dict) -> tuple:
     from ..simulator import toolchain
 
     try:
-        found = toolchain.compiler()
+        compiler = toolchain.compiler()
     except StackError as error:
         return "missing" if sys.platform == "linux" else "limited", str(error)
-    return "ok", f"runs the CUDA kernels on the CPU, compiled with {found.path}: {found.version}"
+    return "ok", f"runs the CUDA kernels on the CPU, compiled with {compiler.path}: {compiler.version}"
 
 
 def _notebooks(facts: dict) -> tuple:
-    # In a running notebook kernel (Colab, an editor) JupyterLab is not needed: something else shows the notebook.
-    needed = [name for name in COURSE if name != "jupyterlab" or "ipykernel" not in sys.modules]
-    if absent := [name for name in needed if not _version(name)]:
+    if absent := [name for name in COURSE if not _version(name)]:
         return "missing", f"not installed: {', '.join(absent)}", install_command("course")
-    folder = Path(os.environ.get("JUPYTER_RUNTIME_DIR") or Path.home())
-    try:  # permission bits do not bind root and say nothing about a read-only mount
-        with tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.parents) if path.exists())):
-            pass
-    except OSError:
-        text = "Jupyter keeps its runtime files in the home folder, which cannot be written"
-        return "limited", text, "export JUPYTER_RUNTIME_DIR=$(mktemp -d)"
     opens = "twell-lab course" if core.is_installed() else "make lab"
-    return "ok", f"{', '.join(needed)} are installed; `{opens}` opens the course"
+    return "ok", f"{', '.join(COURSE)} are installed; `{opens}` opens the course"
 
 
 def _others(facts: dict) -> tuple:
@@ -225,13 +203,12 @@ def _version(package: str) -> str | None:
 
 
 _PROBES: dict[str, Callable[[dict], tuple]] = {
-    "Python": _python,
+    "Python": lambda facts: ("ok", "{python} on {os}; {cpu}, {cores} cores".format(**facts)),
     "PyTorch": _torch,
     "GPU": _gpu,
     "CuPy": _cupy,
     "NVRTC": _nvrtc,
     "kernel cache": _cache,
-    "CPU operators": _cpu_operators,
     "GPU kernels": _gpu_kernels,
     "simulator": _simulator,
     "notebooks": _notebooks,

@@ -37,9 +37,9 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> 
     from ..models import published
     from ..models.tiny import LanguageModel
     from ..training.checkpoint import text_of
-    from ..training.text.load import load_any, tokenizer_of
-    from ..training.text.prepared import PreparedText
+    from ..training.text.prepared import PreparedText, load_any
     from ..training.text.source import spread_windows
+    from ..training.text.tokenizer import tokenizer_of
 
     folder = published.folder_of(options.model)
     try:
@@ -49,20 +49,11 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> 
             raise
     own = isinstance(model, LanguageModel)
     text = load_any(options.text, tokenizer=tokenizer_of(folder, model.config.vocabulary) if own else None)
-    seen = (
-        options.text is None or isinstance(text, PreparedText) or own and text.sha256 == text_of(folder).get("sha256")
-    )
+    prepared = isinstance(text, PreparedText)
+    seen = options.text is None or prepared or own and text.sha256 == text_of(folder).get("sha256")
     part = text.split()[1] if seen else text
     if own:
         context, unit, ids = model.config.context, part.tokenizer.unit, part.tokens
-
-        def spell(token: int) -> str:
-            written = part.tokenizer.decode(windows.new_tensor([token]))
-            try:
-                return repr(written.decode())
-            except UnicodeDecodeError:
-                return repr(written)
-
     else:
         tokenizer, longest = published.tokenizer_of(folder), getattr(model.config, "max_position_embeddings", None)
         context, unit = min(512, longest or 512), "tokens"
@@ -70,15 +61,17 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> 
         bytes_read = 8 * ((count or -(-tokens // context)) + 1) * context
         start = part.tokenizer.decode(part.tokens[:bytes_read]).decode("utf-8", "replace")
         ids = tokenizer(start, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
-
-        def spell(token: int) -> str:
-            return repr(tokenizer.decode([token]))
-
     if len(ids) <= context:
         raise InputError(f"{part.name} has {len(ids)} {unit}; windows of {context} need at least {context + 1}")
     if not own and (largest := int(ids.max())) >= (known := model.get_input_embeddings().weight.shape[0]):
         raise InputError(f"the tokenizer in {str(folder)!r} made token {largest}; the model has {known} of them")
     windows = spread_windows(ids, count or -(-tokens // context), context)[:, :-1]
+
+    def spell(token: int) -> str:
+        if own:
+            return repr(part.tokenizer.decode(windows.new_tensor([token])).decode("utf-8", "backslashreplace"))
+        return repr(tokenizer.decode([token]))
+
     return model, part, windows, spell
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -16,24 +16,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 LARGEST = 2**63 - 1  # the largest size that torch takes
 # In a docstring: a line that is the title of a section, or a field with its text, whose further lines are indented.
 _ENTRY = re.compile(r"^(?P<title>\w[\w ]*):$|^(?P<indent> *)(?P<name>\w+): (?P<text>.+(?:\n(?P=indent) {4}.+)*)", re.M)
-
-
-@dataclass(frozen=True)
-class TourOptions:
-    """The options of `twell-lab tour`, whose help is this text.
-
-    text: a file or folder to train on, instead of the source of Python's standard library.
-    out: where index.html and tour.json go.
-    record_only: write tour.json only; --render draws its page later.
-    quick: a few steps and small layers, to see that everything works; its figures say nothing.
-    progress: show the progress on stderr.
-    """
-
-    text: str | None = None
-    out: Path = Path("build/tour")
-    record_only: bool = False
-    quick: bool = False
-    progress: bool = True
 
 
 def source(text: str) -> str:
@@ -71,10 +53,8 @@ _TYPES = {
     "N": partial(whole, least=1),
     "S": partial(_number, least=1e-9, most=3600),  # seconds
     "X": partial(_number, least=0.0, most=sys.float_info.max),
-    "DIR": path,
-    "FILE": path,
-    "MODEL": path,
     "PATH": source,
+    **dict.fromkeys(("DIR", "FILE", "MODEL", "FOLDER", "OUT"), path),
 }
 
 
@@ -109,25 +89,21 @@ def add_fields(parser: ArgumentParser, config: type) -> None:
     The type of an option is the field's annotation; a field called text takes a path. Its help is the field's text in
     the docstring of `config`, with the default; its group is the section of the docstring that the text stands in.
     """
-    kinds, groups, texts = get_type_hints(config), {}, {}
+    kinds, texts = get_type_hints(config), {}
     group: ArgumentParser | _ArgumentGroup = parser
-    for found in _ENTRY.finditer(inspect.getdoc(config) or ""):  # none under -OO
-        if found["title"]:
-            group = parser.add_argument_group(found["title"][0].lower() + found["title"][1:])
+    for entry in _ENTRY.finditer(inspect.getdoc(config) or ""):  # none under -OO
+        if entry["title"]:
+            group = parser.add_argument_group(entry["title"][0].lower() + entry["title"][1:])
         else:
-            groups[found["name"]], texts[found["name"]] = group, " ".join(found["text"].split()).rstrip(".")
+            texts[entry["name"]] = group, " ".join(entry["text"].split()).rstrip(".")
     for field in fields(config):
         name, default = _option(field.name), field.default
-        text = re.sub(
-            r"\b[a-z0-9]+_\w+",
-            lambda word: _option(word[0]) if word[0] in kinds else word[0],
-            texts.get(field.name, ""),
-        )
+        group, text = texts.get(field.name, (parser, ""))
+        text = re.sub(r"\b[a-z0-9]+_\w+", lambda word: _option(word[0]) if word[0] in kinds else word[0], text)
         if default is not None and default is not False:
             text += f" [{name if default is True else f'{default:g}' if isinstance(default, float) else default}]"
         kind = {"type": source, "metavar": "PATH"} if field.name == "text" else _kind(kinds[field.name])
-        group = groups.get(field.name, parser)
-        group.add_argument(name, help=text.strip().replace("%", "%%"), default=None, dest=field.name, **kind)
+        group.add_argument(name, help=text.strip().replace("%", "%%"), dest=field.name, **kind)
 
 
 def _option(field: str) -> str:

@@ -25,7 +25,6 @@ from .charts import Axis, Line, chart
 FORMAT, WITHOUT, WITH = 1, "without L1", "with L1"
 
 FORMATS = ("dense", "CSR", "ELL", "TwELL")
-_RECORDED = ("planned", "dense eager", "dense compiled")  # paths that are drawn of a record
 _TIMES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 
 _PAGES = jinja2.Environment(
@@ -60,6 +59,7 @@ def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> s
 def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
     own, large = split_rows(record.rows)
     layers, packed = tour["profile"]["layers"], tour["packing"]["layers"]
+    without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
     names = layer_names([layer["name"] for layer in layers])
     densities = {name: layer["density"] for name, layer in zip(names, layers, strict=True)}
     busiest = max(densities, key=densities.__getitem__)
@@ -67,17 +67,12 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
     fired = [*accumulate(frequency)]
     sizes = sorted({(row["d_model"], row["d_ff"]) for row in large})
     wide = " and ".join(f"{d_model:,} x {d_ff:,}" for d_model, d_ff in sizes) or "no size"
-    speeds = {
-        "own": ("The trained model's own layers", [row for row in own if not _how(row)]),
-        "large": (f"A layer of {wide}, weights drawn", large),
-        "recorded": ("Recorded: a layer of 2,048 x 5,632, weights drawn", beside),
-    }
-    devices = {row["device"] for row in record.rows}
+    plain, cpu = [row for row in own if not _how(row)], record.machine.get("cpu") or "an unnamed CPU"
     return _PAGES.get_template("page.html.jinja").render(
         record=record,
         tour=tour,
-        without=tour["runs"][WITHOUT],
-        sparse=tour["runs"][WITH],
+        without=without,
+        sparse=sparse,
         rows=layer_table(tour),
         names=names,
         densities=sorted(densities.items(), key=lambda item: item[1]),
@@ -90,28 +85,28 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
         tile=tile_cells(tour["tile"]),
         times=own + large,
         said_fast=said_fast,
-        devices=sorted(record.machine.get("cpu") or "an unnamed CPU" if records.is_cpu(d) else d for d in devices),
+        devices=sorted({cpu if records.is_cpu(row["device"]) else row["device"] for row in record.rows}),
         wide=wide,
         see={
-            "training": see_training(tour["runs"][WITHOUT], tour["runs"][WITH]),
-            **{
-                name: see_recorded(rows) if name == "recorded" else see_speed(rows)
-                for name, (_, rows) in speeds.items()
-            },
+            "training": see_training(without, sparse),
+            "own": see_speed(plain),
+            "large": see_speed(large),
+            "recorded": see_recorded(beside),
         },
         charts={
             "training": draw_training(tour["runs"]),
             "frequency": draw_frequency(busiest, frequency),
-            **{name: draw_speeds(title, rows) for name, (title, rows) in speeds.items()},
+            "own": draw_speeds("The trained model's own layers", plain),
+            "large": draw_speeds(f"A layer of {wide}, weights drawn", large),
+            "recorded": draw_speeds("Recorded: a layer of 2,048 x 5,632, weights drawn", beside),
         },
     )
 
 
 def render_file(path: str | Path, folder: str | Path) -> Path:
     """Draw the page of a saved tour.json into a folder, with the project's records beside it. Returns its path."""
-    text = render(records.load(path), records.load_all())
     target = Path(folder) / "index.html"
-    write_atomically(target, text)
+    write_atomically(target, render(records.load(path), records.load_all()))
     return target
 
 
@@ -129,9 +124,8 @@ def comparable(recorded: Iterable[records.Record]) -> list[dict]:
         {**row, "date": record.date}
         for record in current[-1:]
         for row in record.rows
-        if wanted.items() <= {key: row.get(key) for key in wanted}.items()
-        and row["path"] in _RECORDED
-        and not records.is_cpu(row["device"])
+        if wanted.items() <= row.items() and row["path"] in ("planned", "dense eager", "dense compiled")
+        if not records.is_cpu(row["device"])
     ]
 
 
@@ -158,11 +152,10 @@ def draw_training(runs: dict) -> list[dict]:
 def draw_frequency(name: str, frequency: list[float]) -> dict | None:
     """Draw on which share of the tokens each neuron of a layer fires, most used first; None if none does."""
     alive = [(place, 100 * value) for place, value in enumerate(frequency, start=1) if value > 0]
-    if not alive:
-        return None
     up = Axis("tokens it fires for, % (each line 10 times the one below)", log=True, show="{:.3g}".format)
     line = Line(f"{len(alive):,} of {len(frequency):,} neurons", alive)
-    return chart(f"How often each neuron of {name} fires", [line], Axis("neuron, most used first"), up)
+    title = f"How often each neuron of {name} fires"
+    return chart(title, [line], Axis("neuron, most used first"), up) if alive else None
 
 
 def draw_speeds(title: str, rows: list[dict]) -> dict | None:
@@ -171,27 +164,23 @@ def draw_speeds(title: str, rows: list[dict]) -> dict | None:
         Line(name.removeprefix(": "), sorted({row["tokens"]: row["x_dense"] for row in points}.items()))
         for name, points in series(rows, "").items()
     ]
-    if not drawn:
-        return None
     across = Axis("tokens at once", log=True, ticks=sorted({x for line in drawn for x, _ in line.points}))
     up = Axis("times as fast as torch's dense layer (at 1x)", log=True, ticks=_TIMES, show="{:.3g}x".format)
-    return chart(title, drawn, across, up, level=1.0)
+    return chart(title, drawn, across, up, level=1.0) if drawn else None
 
 
 def layer_table(tour: dict) -> list[dict]:
     """Return what happened in each layer, a dict for each: name; for both trainings the share that fires and how many
     neurons are dead; span, the middle 90% of tokens; shares of slots used and rows overflowing; bytes a token."""
-    without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
-    layers = tour["profile"]["layers"]
-    names = layer_names([layer["name"] for layer in layers])
-    rows = []
+    without, sparse, layers = tour["runs"][WITHOUT], tour["runs"][WITH], tour["profile"]["layers"]
+    names, rows = layer_names([layer["name"] for layer in layers]), []
     for i, (layer, packed) in enumerate(zip(layers, tour["packing"]["layers"], strict=True)):
         low, high = percentiles(layer["nnz_histogram"])
-        runs = (WITHOUT, without["density"][i], without["dead"][i]), (WITH, layer["density"], sparse["dead"][i])
+        runs = [(WITHOUT, without["density"][i], without["dead"][i]), (WITH, layer["density"], sparse["dead"][i])]
         rows.append(
             {
                 "layer": names[i],
-                "runs": [*runs],
+                "runs": runs,
                 "span": f"{low:,} to {high:,}",
                 "d_ff": layer["d_ff"],
                 "used": share(packed["slots_used"] / packed["slots"]),
@@ -204,11 +193,10 @@ def layer_table(tour: dict) -> list[dict]:
 
 def tile_cells(tile: dict) -> dict:
     """Return one tile as it is drawn: shades (0 to 1, one for each column) and words (what each says)."""
-    entries = [decode(word, tile["dtype"]) for word in tile["words"][1:]]
-    everything = entries + [decode(word, tile["dtype"]) for word in tile["tail"]]
-    top = max([value for value, _ in everything if math.isfinite(value)], default=1.0)
+    entries, tail = ([decode(word, tile["dtype"]) for word in words] for words in (tile["words"][1:], tile["tail"]))
+    top = max([value for value, _ in entries + tail if math.isfinite(value)], default=1.0)
     shades = [0.0] * tile["width"]
-    for value, column in everything:
+    for value, column in entries + tail:
         shades[column] = 0.2 + 0.8 * min(1.0, value / top)
     words = [f"{column}: {value:.2g}" for value, column in entries]
     layer = layer_names([tile["layer"]])[0]
@@ -251,10 +239,10 @@ def see_speed(rows: list[dict]) -> str:
 
 def _apart(row: dict, rows: list[dict]) -> bool:
     """Return whether a row's time and its dense layer's differ by more than the quartiles of both are from them."""
-    keys = ("label", "device", "dtype", "tokens", "nnz")
-    same = [other for other in rows if all(other.get(key) == row.get(key) for key in keys) and _how(other) == _how(row)]
-    dense = next((other for other in same if other["path"].startswith("dense eager")), {})
-    return abs(row["dense_ms"] - row["ms"]) > ((row.get("spread") or 0) + (dense.get("spread") or 0)) / 2
+    alike = lambda row: ([row.get(key) for key in ("label", "device", "dtype", "tokens", "nnz")], _how(row))  # noqa: E731
+    dense = [other for other in rows if other["path"].startswith("dense eager") and alike(other) == alike(row)]
+    spreads = sum(timed.get("spread") or 0 for timed in [row, *dense[:1]])
+    return abs(row["dense_ms"] - row["ms"]) > spreads / 2
 
 
 def see_recorded(rows: list[dict]) -> str:

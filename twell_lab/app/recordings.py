@@ -29,7 +29,7 @@ from .. import core
 from ..bench import evidence, forward
 from ..bench.evidence import need_gpu
 from ..bench.rows import Sections
-from ..bench.sizes import SIZES
+from ..bench.whole import SIZES
 from ..core import DeviceError, InputError, RecordError, StackError, TwellError
 from ..ops import kernels
 from ..records import Record
@@ -46,8 +46,8 @@ class TestsFailed(TwellError, RuntimeError):
 
 
 class Recording(NamedTuple):
-    """A record in sections, which may be cut short. sections: the module of `bench` that has them, or a function that
-    returns them, given a dict for the record's notes. name: of the record."""
+    """A record in sections, which may be cut short. sections: "module:name" in `bench` of these or of a function that
+    returns them, given a dict that takes what does not run; or such a function. name: of the record."""
 
     name: str
     purpose: str
@@ -85,7 +85,8 @@ def make(name: str, keep: Keep = lambda record: None, **options: Any) -> Record:
         except RecordError as error:
             print(f"{name}: what there is so far is not kept: {error}", file=sys.stderr, flush=True)
 
-    found = _sections(sections, more) if isinstance(sections, str) else sections(more)
+    found = _bench(sections) if isinstance(sections, str) else sections
+    found = found(more["refused"]) if callable(found) else found
     rows, notes = run(found, limit, keep_rows)
     if not rows:
         raise StackError(f"{name}: nothing was measured: {notes['left_out']}")
@@ -103,9 +104,15 @@ def run(
     leaves out the rest; without any row it is raised. keep: called after each step with what there is.
     """
     rows: list[dict] = []
-    left_out = {name: f"{len(steps)} of {len(steps)} steps: cut off" for name, steps in sections.items()}
-    notes: dict[str, dict] = {"seconds": {}, "left_out": left_out}
+    notes: dict[str, dict] = {"seconds": {}, "left_out": {}}
     begin, interrupted = time.perf_counter(), ""
+
+    def leave(name: str, done: int, why: str) -> None:
+        count = len(sections[name])
+        notes["left_out"][name] = f"{count - done} of {count} steps: {why}"
+
+    for name in sections:
+        leave(name, 0, "cut off")
     for name, steps in sections.items():
         start, last, done, why = time.perf_counter(), 0.0, 0, interrupted
         while not why and done < len(steps):
@@ -118,9 +125,8 @@ def run(
                 done += 1
                 last = time.perf_counter() - before
                 print(f"{name}, {done}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
-                left_out[name] = f"{len(steps) - done} of {len(steps)} steps: cut off"
-                if done < len(steps):
-                    keep(rows, notes)
+                leave(name, done, "cut off")
+                keep(rows, notes)
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
@@ -131,13 +137,12 @@ def run(
                 why = interrupted = "interrupted"
             with suppress(RuntimeError):  # of a step that broke the GPU's context
                 torch.cuda.empty_cache()
-        del left_out[name]
         if done < len(steps):
-            left_out[name] = f"{len(steps) - done} of {len(steps)} steps: {why}"
-            print(f"{name}: left out {left_out[name]}", file=sys.stderr, flush=True)
+            leave(name, done, why)
+            print(f"{name}: left out {notes['left_out'][name]}", file=sys.stderr, flush=True)
+        else:
+            del notes["left_out"][name]
         notes["seconds"][name] = round(time.perf_counter() - start, 1)
-        if rows:
-            keep(rows, notes)
     return rows, notes
 
 
@@ -202,7 +207,7 @@ def two_gpus() -> Record:
     if suite["skipped"]:
         raise TestsFailed(f"{suite['skipped']} of the tests for two GPUs were skipped")
     purpose = "trainings on two GPUs, replicated and sharded over NCCL, beside one"
-    return Record.new("two-gpus", purpose, [suite, *_bench("runs").rows()], kernels=kernels.sources())
+    return Record.new("two-gpus", purpose, [suite, *_bench("whole:training_runs")()], kernels=kernels.sources())
 
 
 def attack(seed: int = 0, seconds: float | None = None) -> Record:
@@ -235,48 +240,16 @@ def sweep() -> Record:
 # ---- measurements in sections
 
 
-def _bench(name: str) -> Any:
-    return import_module(f"..bench.{name}", __package__)
+def _bench(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"..bench.{module}", __package__), name)
 
 
-def _shape(module: Any) -> Any:
-    """Return what a module of `bench` measures here: a larger shape on a GPU than on a CPU, where it takes minutes."""
-    return module.Shape() if torch.cuda.is_available() else module.small()
+def _of_size(size: str, left_out: dict) -> Sections:
+    return _bench("whole:of_size")(size, left_out)
 
 
-def _sections(name: str, more: dict) -> Sections:
-    module = _bench(name)
-    if hasattr(module, "SECTIONS"):
-        return module.SECTIONS
-    return module.sections(_shape(module) if hasattr(module, "small") else more["refused"])
-
-
-def _trained(more: dict) -> Sections:
-    tables = _bench("trained")
-    more |= tables.notes()
-    return tables.sections(more["refused"], _shape(tables))
-
-
-def _comparison(more: dict) -> Sections:
-    methods = _bench("methods")
-    layers = methods.sections(methods.sizes_for("cuda"))
-    return _bench("comparison").sections() | layers | _bench("few_bits").sections()
-
-
-def _density(more: dict) -> Sections:
-    return _bench("comparison").density_sections()
-
-
-def _thresholds(more: dict) -> Sections:
-    return _bench("thresholds").sections()
-
-
-def _profiling(more: dict) -> Sections:
-    return {"profiling": [_bench("profiling").profiling_rows]}
-
-
-def _cpu(more: dict) -> Sections:
-    more["threads"] = torch.get_num_threads()
+def _cpu(left_out: dict) -> Sections:
     sizes = [(dtype, tokens) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
 
     def rows(dtype: torch.dtype, tokens: int) -> list[dict]:
@@ -286,33 +259,44 @@ def _cpu(more: dict) -> Sections:
 
 
 _SECTIONS = [
-    Recording("inference", "each path of a layer beside the dense layer, and versions of kernels", "forward"),
-    Recording("training", "training steps of a layer and of a model, beside the dense layer", "training"),
-    Recording("model-paths", "a whole model on each path beside the dense one", "paths", 570.0),
-    Recording("thresholds", "a SiLU model with thresholds beside the model without", _thresholds),
-    Recording("comparison", "products of a matrix with zeros by many methods beside the dense one", _comparison),
-    Recording("pruning", "a small language model, dense and pruned, and trained on", "pruning", 600.0, gpu=False),
-    Recording("trained", "a model trained with L1 and its dense twin: speed, energy, loss", _trained, 570.0, gpu=False),
-    Recording("profiling", "what it takes to see who fires, beside a plain forward", _profiling, gpu=False),
-    Recording("predictors", "decoding with chosen neurons: time beside loss", "predictors", gpu=False),
-    Recording("experiments", "sparse adapters, dropout as 2:4, training with 2:4", "experiments", 600.0, gpu=False),
-    Recording("host-time", "host and wall time of plain calls of one layer", "host"),
-    Recording("decoding", "whole generations, transformers' own loops beside tl.generate", "decoding", 570.0),
+    Recording("inference", "each path of a layer beside the dense layer, and versions of kernels", "forward:SECTIONS"),
+    Recording("training", "training steps of a layer and of a model, beside the dense layer", "training:SECTIONS"),
+    Recording("model-paths", "a whole model on each path beside the dense one", "whole:paths", 570.0),
+    Recording("thresholds", "a SiLU model with thresholds beside the model without", "losses:thresholds"),
+    Recording("comparison", "products of a matrix with zeros by many methods beside the dense one", "methods:sections"),
+    Recording(
+        "pruning", "a small language model, dense and pruned, and trained on", "losses:pruning", 600.0, gpu=False
+    ),
+    Recording(
+        "trained", "a model trained with L1 and its dense twin: speed, energy, loss", "whole:trained", 570.0, gpu=False
+    ),
+    Recording("profiling", "what it takes to see who fires, beside a plain forward", "whole:PROFILING", gpu=False),
+    Recording("predictors", "decoding with chosen neurons: time beside loss", "losses:predictors", gpu=False),
+    Recording(
+        "experiments", "sparse adapters, dropout as 2:4, training with 2:4", "experiments:sections", 600.0, gpu=False
+    ),
+    Recording("host-time", "host and wall time of plain calls of one layer", "training:HOST"),
+    Recording("decoding", "whole generations, transformers' own loops beside tl.generate", "decoding:sections", 570.0),
     Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, gpu=False),
 ]
 
 
-def _sized(size: str) -> Recording:
-    """Return the recording of a drawn model of this size."""
-    purpose = f"a drawn Llama of the paper's {size}, dense beside sparse"
-    return Recording("bench-model", purpose, lambda more: _bench("sizes").sections(size, more["refused"]), 570.0)
-
-
 RECORDINGS: dict[str, Recording | Callable[..., Record]] = {
     **{recording.name: recording for recording in _SECTIONS},
-    **{f"bench-{size}": _sized(size) for size in SIZES},
+    **{
+        f"bench-{size}": Recording(
+            "bench-model",
+            f"a drawn Llama of the paper's {size}, dense beside sparse",
+            functools.partial(_of_size, size),
+            570.0,
+        )
+        for size in SIZES
+    },
     "matmul-density": Recording(
-        "density", "sparse formats against a dense product across densities", _density, gpu=False
+        "density",
+        "sparse formats against a dense product across densities",
+        "comparison:density_sections",
+        gpu=False,
     ),
     "gpu-tests": gpu_tests,
     "two-gpus": two_gpus,

@@ -7,7 +7,7 @@ import argparse
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from ..core import InputError, check_folder
+from ..core import InputError
 from .analysis_commands import how_planned, planned
 from .inputs import model_and_windows
 from .terminal import Answer
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def run(options: argparse.Namespace) -> Answer:
+def sparsify(options: argparse.Namespace) -> Answer:
     """Plan the layers, or read a plan; swap them, compare the logits, and save the model and the plan."""
     import torch
 
@@ -28,8 +28,7 @@ def run(options: argparse.Namespace) -> Answer:
 
     if (options.out / "config.json").exists():
         raise InputError(f"--out is {str(options.out)!r}, which holds a model; accepted: a folder without one")
-    check_folder(options.out)
-    made = None if options.plan is None else Plan.load(options.plan)  # refused before the work
+    plan = None if options.plan is None else Plan.load(options.plan)  # refused before the work
     model, part, windows, _ = model_and_windows(options, 2 * options.windows)
     ids, changed = windows[1::2][:2], 0.0
     if options.relufy:
@@ -38,23 +37,23 @@ def run(options: argparse.Namespace) -> Answer:
         relufy(model)
         changed = _off(_logits(model, ids), before)
         del before
-    if made is None:
-        made = planned(options, model, windows)
-        how = how_planned(made, part.name, windows)
+    if plan is None:
+        plan = planned(options, model, windows)
+        how = how_planned(plan, part.name, windows)
     else:
-        device = present_device("cpu" if made.device == "CPU" else "cuda")
-        model.to(device, getattr(torch, made.dtype)).requires_grad_(False)
+        device = present_device("cpu" if plan.device == "CPU" else "cuda")
+        model.to(device, getattr(torch, plan.dtype)).requires_grad_(False)
         how = f"as {options.plan} says"
     dense = _logits(model, ids)
-    sparsify(model, made)
+    sparsify(model, plan)
     off = _off(_logits(model, ids), dense)
     told = report(model)
     del model, dense
     _save(options)
-    made.save(options.out / IN_FOLDER)
+    plan.save(options.out / IN_FOLDER)
     names = sorted(each.name for each in options.out.iterdir())
-    where = "" if made.device == "CPU" else ", device='cuda'"
-    loaded = f"tl.load({str(options.out)!r}, dtype=torch.{made.dtype}{where})"
+    where = "" if plan.device == "CPU" else ", device='cuda'"
+    loaded = f"tl.load({str(options.out)!r}, dtype=torch.{plan.dtype}{where})"
     lines = [
         f"{told}\nsparsify: {how}",
         *([f"sparsify: its ReLUs change the logits by {changed:.2g} of their norm: train it"] * options.relufy),

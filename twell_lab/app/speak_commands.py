@@ -51,22 +51,16 @@ def sample(options: argparse.Namespace) -> Answer:
 
     speak(model, prompt, options.tokens if device.type == "cuda" else 1, how)  # what the first call sets up
     said, speed = speak(model, prompt, options.tokens, how)
-    value = {
-        "prompt": options.prompt,
-        "text": words.decode(prompt, said),
-        "tokens": said.tolist(),
-        **how,
-        "tokens_per_s": speed,
-    }
-    spoken = f"{len(said):,} {words.unit}" + (f" with seed {seed}" if options.temperature else "")
-    lines = []
+    value = {"prompt": options.prompt, "text": words.decode(prompt, said), "tokens": said.tolist()}
+    value |= {**how, "tokens_per_s": speed}
+    fast, lines = f", {speed:,.0f} a second", []
     if options.sparse:
         swapped, rows = planned(model, torch.cat([prompt, said]).to(device))
         value |= in_turn(swapped, model, prompt, options.tokens, how) | {"layers": rows}
-        lines += [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
-        lines.append(f"sample: {spoken}; {said_fast(value)}")
-    else:
-        lines.append(f"sample: {spoken}, {speed:,.0f} a second")
+        lines = [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
+        fast = f"; {said_fast(value)}"
+    drawn = f" with seed {seed}" if options.temperature else ""
+    lines.append(f"sample: {len(said):,} {words.unit}{drawn}{fast}")
     return Answer(value, "\n".join(lines), quoted=f"{options.prompt}{value['text']}\n\n")
 
 
@@ -115,8 +109,7 @@ def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None)
 def export(options: argparse.Namespace) -> Answer:
     """Write the model as a LlamaForCausalLM with its tokenizer."""
     from ..models.tiny import LanguageModel
-    from ..training.text.load import tokenizer_of
-    from ..training.text.source import BYTES
+    from ..training.text.tokenizer import BYTES, tokenizer_of
 
     model = LanguageModel.load(options.model)
     tokenizer = tokenizer_of(options.model, model.config.vocabulary)
@@ -132,16 +125,14 @@ def _speaker(name: Path) -> tuple[nn.Module, _Words]:
     import torch
 
     from ..models import published
-    from ..training.text.load import tokenizer_of
+    from ..training.text.tokenizer import tokenizer_of
 
     folder = published.folder_of(name)
     if (model := ours(folder)) is not None:
         own = tokenizer_of(folder, model.config.vocabulary)
-
-        def encode(text: str) -> Tensor:
-            return own.encode(torch.frombuffer(bytearray(text.encode("utf-8", "surrogateescape")), dtype=torch.uint8))
-
-        return model, _Words(encode, lambda _, said: own.decode(said).decode("utf-8", "replace"), own.unit)
+        data = lambda text: torch.tensor([*text.encode("utf-8", "surrogateescape")], dtype=torch.uint8)  # noqa: E731
+        decode = lambda prompt, said: own.decode(said).decode("utf-8", "replace")  # noqa: E731
+        return model, _Words(lambda text: own.encode(data(text)), decode, own.unit)
     tokenizer = published.tokenizer_of(folder)
 
     def encode_theirs(text: str) -> Tensor:
@@ -149,9 +140,9 @@ def _speaker(name: Path) -> tuple[nn.Module, _Words]:
             raise InputError(f"--prompt is {text!r:.80}, which is not UTF-8; accepted: text, by this model's tokenizer")
         return tokenizer(text, return_tensors="pt").input_ids[0]
 
-    def decode(prompt: Tensor, said: Tensor) -> str:
+    def decode_theirs(prompt: Tensor, said: Tensor) -> str:
         # Of a token by itself some tokenizers leave out the space before it.
         before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, [*prompt, *said]))
         return whole.removeprefix(before)
 
-    return published.load(folder), _Words(encode_theirs, decode, "tokens")
+    return published.load(folder), _Words(encode_theirs, decode_theirs, "tokens")

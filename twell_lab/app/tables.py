@@ -11,22 +11,21 @@ from functools import partial
 from ..bench.comparison import TILED, leading
 from ..bench.methods import REMOVED
 from ..bench.rows import COMPILED, DENSE
-from ..bench.sizes import RECORD, SIZES, model_name
-from ..bench.trained import RUN, TWIN
+from ..bench.whole import RECORD, RUN, SIZES, TWIN, model_name
 from ..records import Record, stale, told
 
 MANY = 16384  # tokens at once in tables that are about one number of them
 LITTLE = 16  # MiB: a table of a whole model shows no peak below that
 RIVALS = {DENSE: "eager", COMPILED: "compiled", "dense max-autotune": "max-autotune"}  # of torch's dense layer
 Cells = Iterator[tuple[str, str, str]]  # of a line, a column, and what stands there
-Table = Callable[[list[Record]], str]
+Which = Callable[[dict], object]  # which rows
 _HEAVY, _STEP, _PART, _GRAPH = "heavy rows: ", "whole step, ", "part: ", " (graph)"  # how works and paths begin or end
 
 
 # ---- which rows, and how they are laid out ----
 
 
-def rows_of(recorded: list[Record], name: str, which: Callable[[dict], object]) -> tuple[Record | None, list[dict]]:
+def rows_of(recorded: list[Record], name: str, which: Which) -> tuple[Record | None, list[dict]]:
     """Return the newest record of that name with such rows, and these rows; (None, []) where there is none."""
     for record in reversed(told(recorded, name)):
         if rows := [row for row in record.rows if which(row)]:
@@ -34,14 +33,14 @@ def rows_of(recorded: list[Record], name: str, which: Callable[[dict], object]) 
     return None, []
 
 
-def calls_of_a_layer(recorded: list[Record], name: str, which: Callable[[dict], bool]) -> tuple[Record | None, list]:
+def calls_of_a_layer(recorded: list[Record], name: str, which: Which) -> tuple[Record | None, list]:
     """`rows_of` such rows among plain calls of a gated layer of 2,048 x 5,632."""
+    layer = {"kind": name, "gated": True, "d_model": 2048, "d_ff": 5632}
 
-    def is_call(row: dict) -> bool:
-        return row.get("kind") == name and row["gated"] and "wall_ms" in row and _GRAPH not in row["path"]
+    def is_call(row: dict) -> object:
+        return layer.items() <= row.items() and "wall_ms" in row and _GRAPH not in row["path"] and which(row)
 
-    sizes = 2048, 5632
-    return rows_of(recorded, name, lambda row: is_call(row) and (row["d_model"], row["d_ff"]) == sizes and which(row))
+    return rows_of(recorded, name, is_call)
 
 
 def is_drawn(row: dict) -> bool:
@@ -57,17 +56,11 @@ def _at_once(row: dict) -> bool:
     return is_drawn(row) and row["tokens"] == MANY
 
 
-def _of(*kinds: str) -> Callable[[dict], bool]:
+def _of(*kinds: str) -> Which:
     return lambda row: row.get("kind") in kinds
 
 
-def _table(
-    name: str,
-    which: Callable[[dict], object],
-    head: str,
-    cells: Callable[[list[dict]], Cells],
-    find: Callable = rows_of,
-) -> Table:
+def _table(name: str, which: Which, head: str, cells: Callable[[list[dict]], Cells], find: Callable = rows_of):
     """Return the table of the newest record of this name with such rows. head: with "{where}"."""
 
     def table(recorded: list[Record]) -> str:
@@ -98,9 +91,7 @@ def _each(line: Callable[[dict], str], cells: Callable[[dict], dict[str, str]]) 
     return lambda rows: ((line(row), *cell) for row in rows for cell in cells(row).items())
 
 
-def _lines(
-    column: Callable[[dict], str], lines: Iterable[tuple[str, str, Callable[[dict, dict], str]]]
-) -> Callable[[list[dict]], Cells]:
+def _lines(column: Callable[[dict], str], lines: Iterable[tuple[str, str, Callable[[dict, dict], str]]]):
     """Return the cells of lines: the name of each, the path of its rows, and what a cell says of a row, given all rows
     of its column by path."""
 
@@ -135,12 +126,8 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.0f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%"
+def _peak(row: dict, beside: dict | None = None) -> str:
+    return f"{row['peak_bytes'] / 2**20:,.0f}"
 
 
 def _times(row: dict, beside: dict | None = None, dense: str = "") -> str:
@@ -160,13 +147,8 @@ def _wall(row: dict, beside: dict) -> str:
 
 
 def _path(row: dict, beside: dict) -> str:
-    """Return the path that a planned layer takes."""
     choice = row["choice"].split()[0]
     return {"twell": "TwELL", "hot_cold": "hot/cold"}.get(choice, choice)
-
-
-def _peak(row: dict, beside: dict) -> str:
-    return _mib(row["peak_bytes"])
 
 
 def _over(*dense: str) -> Callable[[dict, dict], str]:
@@ -197,17 +179,13 @@ def headline(recorded: list[Record]) -> str:
     return _CALL(f"times as fast as torch's dense layer, the fastest of {named}; {{where}}", line)(recorded)
 
 
-_FIRING = "neurons firing for a token, mean; {where}"
+_HOT = "forced hot_cold"
 _LAYER = (
     ("TwELL", "forced twell", _times),
-    ("hot/cold: the neurons that fire most densely, the others packed", "forced hot_cold", _times),
+    ("hot/cold: the neurons that fire most densely, the others packed", _HOT, _times),
     ("dense, with gate and up in one product", "forced dense", _times),
     ("dense, under torch.compile", COMPILED, _times),
-    (
-        "of 5,632 neurons, those that hot/cold computes densely",
-        "forced hot_cold",
-        lambda row, at: row["path"].split()[-1],
-    ),
+    ("of 5,632 neurons, those that hot/cold computes densely", _HOT, lambda row, at: row["path"].split()[-1]),
 )
 _TRAINING = (
     ("it takes", "planned", _path),
@@ -217,8 +195,7 @@ _TRAINING = (
     ("torch's peak memory beyond inputs and weights, MiB", DENSE, _peak),
     ("torch's compiled peak memory beyond inputs and weights, MiB", COMPILED, _peak),
 )
-
-
+_FIRING = "neurons firing for a token, mean; {where}"
 layer = _table("inference", _at_once, _FIRING, _lines(_nnz, _LAYER), calls_of_a_layer)
 training = _table("training", _at_once, _FIRING, _lines(_nnz, _TRAINING), calls_of_a_layer)
 
@@ -232,13 +209,13 @@ def heavy(recorded: list[Record]) -> str:
             record, _ = calls_of_a_layer(recorded, name, lambda row: row["workload"] == f"{_HEAVY}512")
             if record is None:
                 continue
-            times = {row["workload"]: row for row in record.rows if row["path"] == "forced twell"}
-            for work, row in times.items():
-                count, _, every = work.removeprefix(_HEAVY).partition(", ")
-                if work.startswith(_HEAVY) and count != "0":
+            rows = [row for row in record.rows if row["path"] == "forced twell"]
+            light = {row["workload"]: row["ms"] for row in rows}.get(f"{_HEAVY}0")
+            for row in rows:
+                count, _, every = row["workload"].removeprefix(_HEAVY).partition(", ")
+                if row["workload"].startswith(_HEAVY) and count != "0":
                     line = f"{says}, {'all 5,632' if every else '1,500 neurons'}; {_where(row['device'], record)}"
-                    more = row["ms"] / times[f"{_HEAVY}0"]["ms"] - 1
-                    yield line, _tokens({"tokens": int(count)}), f"{more:+.0%}"
+                    yield line, _tokens({"tokens": int(count)}), f"{row['ms'] / light - 1:+.0%}"
 
     return _grid("longer by", cells())
 
@@ -254,12 +231,8 @@ def _host(rows: list[dict]) -> Cells:
             yield f"{work}: times as fast", tokens, _walls(row)
 
 
-def _work(row: dict) -> str:
-    return f"{row['workload']}: {row['path']}"
-
-
 _MS = "milliseconds, {where}"
-_operands = _each(_work, lambda row: {_tokens(row): _ms(row["ms"])})
+_operands = _each(lambda row: f"{row['workload']}: {row['path']}", lambda row: {_tokens(row): _ms(row["ms"])})
 host = _table("host-time", _of("host"), _MS, _host)
 operands = _table("experiments", _of("dropout", "two_four_training"), _MS, _operands)
 
@@ -293,15 +266,15 @@ def _whole(rows: list[dict]) -> Cells:
             if "mj_per_token" in row:
                 yield f"{call}: mJ a token", column, _ms(row["mj_per_token"])
             if dense.get("peak_bytes", 0) > LITTLE * 2**20:
-                yield f"{call}: peak MiB", column, _mib(row["peak_bytes"])
+                yield f"{call}: peak MiB", column, _peak(row)
             if "loss" in row and row["kind"] == "model_forward" and not call.endswith("graph"):
                 yield f"{call}: loss, nats", column, f"{row['loss']:.4f}"
 
 
 _LARGEST = f"{model_name(SIZES[-1])}, "
-_MODEL_KINDS = "model_forward", "model_decode", "model_training"
+_MODEL_KINDS = _of("model_forward", "model_decode", "model_training")
 model = _table(RECORD, lambda row: row.get("workload", "").startswith(_LARGEST) and "wall_ms" in row, _MS, _whole)
-trained_speed = _table("trained", _of(*_MODEL_KINDS), _MS, _whole)
+trained_speed = _table("trained", _MODEL_KINDS, _MS, _whole)
 
 
 def _model_paths(rows: list[dict]) -> Cells:
@@ -314,36 +287,29 @@ def _model_paths(rows: list[dict]) -> Cells:
         line = f"{about}: {path.removeprefix('forced ')}"
         yield line, work, _walls(row)
         if row["kind"] == "model_forward" and not graph:
-            ends.setdefault((line, "error"), _percent(row["error"]))
-            if "layer_error" in row:
-                ends.setdefault((line, "of a layer"), _percent(row["layer_error"]))
+            for column, key in (("error", "error"), ("of a layer", "layer_error")):
+                if key in row:
+                    ends.setdefault((line, column), f"{100 * row[key]:.2g}%")
             if "loss" in row:
                 ends[line, "loss"] = f"{row['loss']:.4f}"
     yield from ((*place, text) for place, text in ends.items())
 
 
-model_paths = _table("model-paths", _of(*_MODEL_KINDS), "times as fast as dense, {where}", _model_paths)
-
-
-def _generation(row: dict) -> dict[str, str]:
-    times = f", {row['x_dense']:.2f}x" if row["x_dense"] else ""
-    return {
-        "tokens a second": f"{row['tokens_per_s']:,.0f}{times}",
+model_paths = _table("model-paths", _MODEL_KINDS, "times as fast as dense, {where}", _model_paths)
+_generation = _each(
+    lambda row: f"{row['path']}, batch {row['batch']}",
+    lambda row: {
+        "tokens a second": f"{row['tokens_per_s']:,.0f}"
+        + (f", {row['x_dense']:.2f}x" if row["x_dense"] not in (None, 1.0) else ""),
         "ms to the first token": _ms(row["first_ms"]),
-        "peak MiB beyond the weights": _mib(row["peak_bytes"]) if "peak_bytes" in row else "",
-    }
-
-
-_generations = _each(lambda row: f"{row['path']}, batch {row['batch']}", _generation)
-generations = _table("decoding", _of("decoding"), "whole generations, {where}", _generations)
-
-
-def _rate(rows: list[dict]) -> Cells:
-    for row in rows:
-        way, _, model_called = row["path"].rpartition(", ")
-        yield way, model_called, f"{row['tokens_per_s']:.0f}"
-
-
+        "peak MiB beyond the weights": _peak(row) if "peak_bytes" in row else "",
+    },
+)
+generations = _table("decoding", _of("decoding"), "whole generations, {where}", _generation)
+_rate = _each(
+    lambda row: row["path"].rpartition(", ")[0],
+    lambda row: {row["path"].rpartition(", ")[2]: f"{row['tokens_per_s']:.0f}"},
+)
 tokens_a_second = _table("decoding", lambda row: row["batch"] == 1, "tokens a second, {where}", _rate)
 
 
@@ -360,8 +326,6 @@ def _trained(rows: list[dict]) -> Cells:
 
 
 trained = _table("trained", _of(RUN), "{where}", _trained)
-
-
 _steps = _each(
     lambda row: f"{row['workload'].removeprefix(_STEP)}, {row['d_model']} wide, {_nnz(row)} neurons firing",
     lambda row: {row["path"]: _ms(row["ms"]) + f", {row['x_compiled']:.2f}x" * (row["path"] != COMPILED)},
@@ -413,7 +377,12 @@ def _few_bits(row: dict) -> dict[str, str]:
     return {_tokens(row): _walls(row)} | ({"error": f"{row['error']:.1%}"} if row["tokens"] == MANY else {})
 
 
+def _padding(row: dict) -> dict[str, str]:
+    return {f"{row['real'] / row['tokens']:.0%} of the tokens real": _times(row)}
+
+
 _BESIDE, _ONE = "times as fast as dense, {where}", "decoding one token, {where}"
+_COMPARED = partial(_table, "comparison")
 predictors = _table("predictors", _is_chosen, _ONE, _each(_way, _costs))
 thresholds = _table("thresholds", _is_chosen, _ONE, _each(_way, _costs))
 _pruning = _each(
@@ -425,18 +394,18 @@ _pruning = _each(
     },
 )
 pruning = _table("pruning", _of("pruning"), "bits a byte, {where}", _pruning)
-_COMPARED = partial(_table, "comparison")
 _methods = _each(
     lambda row: f"{row['pattern']}: {row['path']}",
     lambda row: {row["workload"].split(", ")[1]: _times(row)} if row.get("dense_ms") and row["path"] != DENSE else {},
 )
 comparison = _COMPARED(_of("comparison"), _BESIDE, lambda rows: _methods(leading(rows)))
 activations = _COMPARED(_of("activations"), _BESIDE, _each(lambda row: row["workload"].split(",")[0], _activations))
-_padding = _each(
-    lambda row: f"padding removed once for {row.get('layers', 1)} layer{'s' * (row.get('layers', 1) > 1)}",
-    lambda row: {f"{row['real'] / row['tokens']:.0%} of the tokens real": _times(row)},
+_layers = lambda row: f"{row.get('layers', 1)} layer{'s' * (row.get('layers', 1) > 1)}"  # noqa: E731
+padding = _COMPARED(
+    lambda row: row.get("kind") == "padding" and row["path"] == REMOVED,
+    _BESIDE,
+    _each(lambda row: f"padding removed once for {_layers(row)}", _padding),
 )
-padding = _COMPARED(lambda row: row.get("kind") == "padding" and row["path"] == REMOVED, _BESIDE, _padding)
 _experts = _each(lambda row: row["path"], lambda row: {row["workload"]: _times(row)})
 experts = _COMPARED(_of("experts"), "times as fast as the loop (dense eager), {where}", _experts)
 few_bits = _COMPARED(
@@ -444,9 +413,6 @@ few_bits = _COMPARED(
     _BESIDE,
     _each(lambda row: row["path"].removesuffix(_GRAPH).removeprefix(_PART).removeprefix("forced "), _few_bits),
 )
-
-
-# ---- what was checked ----
 
 
 def _attacked(row: dict) -> dict[str, str]:

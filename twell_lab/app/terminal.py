@@ -1,5 +1,4 @@
-"""What a command prints, and where: on terminals that lack characters, on full disks, to programs that have ended, and
-with stdout or stderr closed."""
+"""What a command prints, and where: on terminals that lack characters, on full disks, to programs that have ended."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import os
 import signal
 import sys
 import textwrap
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +16,8 @@ from typing import NamedTuple
 
 from ..core import InputError, finite
 from ..records import WIDTH
+
+_PACKAGE, _format_of_others = Path(__file__).resolve().parents[1], warnings.formatwarning
 
 
 class Answer(NamedTuple):
@@ -46,46 +46,27 @@ def folded(line: str, indent: str = "  ") -> str:
 
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """Within it SIGTERM raises KeyboardInterrupt, where nobody handles it otherwise."""
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Within it SIGTERM raises KeyboardInterrupt."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextmanager
-def warnings_in_one_line() -> Iterator[None]:
-    """Within it, warnings of this package are printed as its errors are, without the line of source code."""
-    usual, here = warnings.formatwarning, str(Path(__file__).resolve().parents[1])
-
-    def in_one_line(message, category, filename, lineno, line=None) -> str:
-        if not Path(filename).is_relative_to(here):
-            return usual(message, category, filename, lineno, line)
-        return f"\ntwell-lab: warning: {message}\n"  # on a new line, since a progress bar may stand in this one
-
-    warnings.formatwarning = in_one_line
-    try:
-        yield
-    finally:
-        warnings.formatwarning = usual
-
-
 def set_up() -> None:
-    """Have stdout and stderr write characters that their encodings lack as escapes; a closed stderr becomes os.devnull.
-
-    Raises InputError where stdout is closed, because the result would be lost."""
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    """Have stdout and stderr write characters that their encodings lack as escapes, and warnings of this package look
+    as its errors do, without the line of source code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if sys.stdout is None:
-        raise InputError(f"the standard output is closed; accepted: an open one, which may be {os.devnull}")
+    warnings.formatwarning = _in_one_line
+
+
+def _in_one_line(message, category, filename, lineno, line=None) -> str:
+    if not Path(filename).is_relative_to(_PACKAGE):
+        return _format_of_others(message, category, filename, lineno, line)
+    return f"\ntwell-lab: warning: {message}\n"  # on a new line, since a progress bar may stand in this one
 
 
 def write(text: str) -> None:
@@ -96,20 +77,7 @@ def write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        _discard(sys.stdout)
+        with suppress(OSError, ValueError):  # what is left is lost: Python would write it when it ends, and fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise InputError(f"the output cannot be written: {error.strerror}") from None
-
-
-def tell(text: str) -> None:
-    """Print it on stderr, if that can be written."""
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except OSError:
-        _discard(sys.stderr)
-
-
-def _discard(stream) -> None:
-    """Lose what a stream holds: Python would try to write it when it ends, and fail."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -32,64 +32,61 @@ from ..training.config import TrainResult
 from ..training.loop import TOUR, train
 from ..training.text.source import BYTES, load, spread_windows
 from . import page
-from .options import TourOptions
 from .page import FORMAT, WITH, WITHOUT, said_fast
-from .speak_commands import in_turn, planned
+from .speak_commands import in_turn, planned, speak
 
 _QUICK: dict = dict(steps=12, batch=4, context=32, layers=2, warmup=2, log_every=2, eval_every=6, eval_windows=16)
 _DURATION = "about three minutes on two CPU cores, one with a GPU; --quick takes half a minute and says nothing"
-_PAGE_BYTES = 8 * 2**20  # enough for a page and its record
 _BEAT = 15.0  # seconds
-_SECONDS = {False: 1.0, True: 0.02}  # for which each size is measured, in a quick tour or not
 _TIMED = ("layer", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms", "x_dense")
 _PACKED_TOKENS = 2048  # enough for three digits of a share, and packed within seconds on a CPU
 
 
-def run(options: TourOptions) -> tuple[records.Record, Path, Path | None]:
+def run(
+    text: str | None = None,
+    out: Path = Path("build/tour"),
+    record_only: bool = False,
+    quick: bool = False,
+    progress: bool = True,
+) -> tuple[records.Record, Path, Path | None]:
     """Take the tour; return its record, the path of tour.json, and that of index.html (None if record_only). Nothing is
-    written before its last step, and each file appears whole or not at all.
+    written before its last step, and each file appears whole or not at all. The arguments are the command's options.
 
     Raises TextError for a text that cannot be read; RecordError for a folder that cannot be written, before the work
     starts; TwellError if packing changed a value."""
-    with closing(_Steps(options.progress)) as say:
-        return _run(options, say)
-
-
-def _run(options: TourOptions, say: _Steps) -> tuple[records.Record, Path, Path | None]:
-    check_folder(options.out, free=_PAGE_BYTES)
-    written = options.out / "tour.json", options.out / "index.html"
-    for path in written[: 1 if options.record_only else 2]:
+    check_folder(out)
+    written = out / "tour.json", out / "index.html"
+    for path in written[: 1 if record_only else 2]:
         check_target(path)
-    text = load(options.text)
-
-    if options.progress:
+    words, hidden = load(text), not progress or None  # None: bars are hidden where stderr is no terminal
+    seconds = 0.02 if quick else 1.0  # for which each size is measured
+    if progress:
         print(f"tour: {_DURATION}", file=sys.stderr, flush=True)
-    say(1, f"training twice on {text.name} ({text.size / 1e6:.1f} MB)")
-    config = replace(TOUR, **(_QUICK if options.quick else _for_this_machine()), text=text)
-    runs = {
-        WITHOUT: train(replace(config, l1=0.0), progress=options.progress),
-        WITH: train(config, progress=options.progress),
-    }
-    sparse = runs[WITH]
+    with closing(_Steps(progress)) as say:
+        say(1, f"training twice on {words.name} ({words.size / 1e6:.1f} MB)")
+        config = replace(TOUR, **(_QUICK if quick else _for_this_machine()), text=words)
+        dense = train(replace(config, l1=0.0), progress=progress)
+        sparse = train(config, progress=progress)
+        runs = {WITHOUT: dense, WITH: sparse}
 
-    say(2, "profiling the sparse model on held-out text")
-    windows = spread_windows(text.split()[1].data, config.eval_windows, config.context)[:, :-1]
-    firing = profile(sparse.model, windows.split(32))
+        say(2, "profiling the sparse model on held-out text")
+        windows = spread_windows(words.split()[1].data, config.eval_windows, config.context)[:, :-1]
+        firing = profile(sparse.model, windows.split(32))
 
-    say(3, "packing its activations and checking that they come back")
-    packing, tile = pack_layers(sparse, spread(windows, _PACKED_TOKENS))
+        say(3, "packing its activations and checking that they come back")
+        packing, tile = pack_layers(sparse, spread(windows, _PACKED_TOKENS))
 
-    say(4, "timing sparse against dense")
-    rows = time_layers(sparse, windows, options) + time_llm_layer(sparse, options)
+        say(4, "timing sparse against dense")
+        rows = time_layers(sparse, windows, seconds, hidden)
+        rows += time_llm_layer(sparse, (128, 512) if quick else (2048, 5632), seconds, hidden)
 
-    say(5, "letting both models speak")
-    texts = let_speak(runs, windows, firing, options)
-
-    say(6, f"writing to {options.out}")
+        say(5, "letting both models speak")
+        texts = let_speak(runs, windows, firing, 40 if quick else 240, 1 if quick else 3)
+        say(6, f"writing to {out}")
     notes = {
         "tour": {
             "format": FORMAT,
-            "quick": options.quick,
+            "quick": quick,
             "seconds": say.seconds(),
             "text": sparse.text,
             "device": str(next(sparse.model.parameters()).device.type),
@@ -102,7 +99,7 @@ def _run(options: TourOptions, say: _Steps) -> tuple[records.Record, Path, Path 
     }
     record = records.Record.new("tour", "the walk end to end: training, firing, packing, timing", rows, notes)
     write_atomically(written[0], record.to_json())  # first, so that a page that fails can be drawn later
-    if options.record_only:
+    if record_only:
         return record, written[0], None
     write_atomically(written[1], page.render(record, records.load_all()))
     return record, *written
@@ -122,15 +119,15 @@ def summary(record: records.Record) -> str:
         }
         for label, run in tour["runs"].items()
     ]
-    timed = [row for row in record.rows if row["x_dense"] is not None and picked(row["path"])]
     timed = [
-        {**row, "layer": row.get("label") or "LLM size"} for row in timed if not row["path"].startswith("dense eager")
+        {**row, "layer": row.get("label") or "LLM size"}
+        for row in record.rows
+        if row["x_dense"] is not None and picked(row["path"]) and not row["path"].startswith("dense eager")
     ]
     timings = records.table(timed, {key: key.replace("_", " ") for key in _TIMED})
-    runs = records.table(trainings, {key: key for key in trainings[0]})
     spoken = f"spoken by the model with L1: {said_fast(tour['texts'])}"
     note = ["A quick tour: its figures say nothing."] if tour["quick"] else []
-    return "\n\n".join([text, runs, timings, spoken, *note])
+    return "\n\n".join([text, records.table(trainings, {key: key for key in trainings[0]}), timings, spoken, *note])
 
 
 def spread(windows: Tensor, tokens: int) -> Tensor:
@@ -161,19 +158,18 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
     Returns:
         ({tokens, dtype, layers: a list of dicts}, one tile as `plots.tile_of` describes it)
     """
-    layers: list[dict] = []
-    nearest, shown = None, {}
-    for found in feed_forwards(sparse.model):
-        _, gate = activations(sparse.model, windows, found.name)
-        check_packing(found.name, gate, functional.pack(gate))
+    layers, nearest, shown = [], sys.maxsize, {}
+    for layer in feed_forwards(sparse.model):
+        _, gate = activations(sparse.model, windows, layer.name)
+        check_packing(layer.name, gate, functional.pack(gate))
         gate = gate.to(torch.bfloat16)
         packed = functional.pack(gate)
-        check_packing(found.name, gate, packed)
+        check_packing(layer.name, gate, packed)
         dense = reference.relu(gate)
         counts, slots = packed.counts, packed.slots
         layers.append(
             {
-                "layer": found.name,
+                "layer": layer.name,
                 "tokens": gate.shape[0],
                 "d_ff": gate.shape[1],
                 "tile": packed.tile,
@@ -192,11 +188,10 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
             }
         )
         # The tile to show: the first, in all layers, of those closest to having a third of their slots filled.
-        distance = (counts - slots // 3).abs().flatten()
-        best = int(distance.argmin())
-        if nearest is None or int(distance[best]) < nearest:
-            row, tile = divmod(best, counts.shape[1])
-            nearest, shown = int(distance[best]), {"layer": found.name, **tile_of(packed, row, tile)}
+        distance, best = (int(value) for value in (counts - slots // 3).abs().flatten().min(0))
+        if distance < nearest:
+            nearest = distance
+            shown = {"layer": layer.name, **tile_of(packed, *divmod(best, counts.shape[1]))}
     return {"tokens": layers[0]["tokens"], "dtype": "bfloat16", "layers": layers}, shown
 
 
@@ -210,48 +205,42 @@ def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
         )
 
 
-def time_layers(sparse: TrainResult, windows: Tensor, options: TourOptions) -> list[dict]:
+def time_layers(sparse: TrainResult, windows: Tensor, seconds: float, hidden: bool | None) -> list[dict]:
     """Return timings of the trained model's own layers on their own inputs, as rows: float32 on a CPU, 16 bits on a
     GPU."""
-    found = feed_forwards(sparse.model)
-    on_gpu, dtype = found[0].up.weight.is_cuda, dtype_for(found[0].up.weight.device)
-    sizes = (1, 8, 64, 1024, 8192) if on_gpu else (1, 8, 64)
+    layers = feed_forwards(sparse.model)
+    device = layers[0].up.weight.device
+    sizes, dtype = (1, 8, 64, 1024, 8192) if device.type == "cuda" else (1, 8, 64), dtype_for(device)
     # Tokens are drawn at random, because far more neurons fire for the first ones of a window than for the others.
     few = spread(windows, 2 * sizes[-1])
     drawn = torch.randperm(few.numel(), generator=torch.Generator().manual_seed(0))
-    rows = []
-    names = layer_names([layer.name for layer in found])
-    for layer, name in tqdm([*zip(found, names, strict=True)], "the model's own layers", disable=_hidden(options)):
+    rows, names = [], layer_names([layer.name for layer in layers])
+    for layer, name in tqdm([*zip(layers, names, strict=True)], "the model's own layers", disable=hidden):
         inputs, _ = activations(sparse.model, few, layer.name)
         module = copy.deepcopy(layer.module).to(dtype).requires_grad_(False)
         for tokens in sizes:
             x = inputs[drawn[:tokens]].to(dtype)
-            record = forward.layer(module, x, label=f"trained, {name}", seconds=_SECONDS[options.quick])
+            record = forward.layer(module, x, label=f"trained, {name}", seconds=seconds)
             rows += [{**row, "label": name} for row in record.rows]
     return rows
 
 
-def time_llm_layer(sparse: TrainResult, options: TourOptions) -> list[dict]:
-    """Return timings, as rows, of a layer of LLM size of whose neurons 29 fire for a token (99.5% zeros); on a GPU, 8
-    too."""
+def time_llm_layer(sparse: TrainResult, size: tuple[int, int], seconds: float, hidden: bool | None) -> list[dict]:
+    """Return timings, as rows, of a drawn layer of this size of whose neurons 29 fire for a token; on a GPU, 8 too."""
     device = next(sparse.model.parameters()).device.type
-    d_model, d_ff = (128, 512) if options.quick else (2048, 5632)
     if device == "cuda":
         cases = [(tokens, dtype_for(device), nnz) for nnz in (8, 29) for tokens in (1, 8, 64, 1024, 16384)]
     else:
         cases = [(tokens, dtype, 29) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
     rows = []
-    for tokens, dtype, nnz in tqdm(cases, "a layer of LLM size", disable=_hidden(options)):
-        how = dict(dtype=dtype, device=device, seconds=_SECONDS[options.quick])
-        rows += forward.ffn(tokens, d_model, d_ff, nnz, **how).rows
+    for tokens, dtype, nnz in tqdm(cases, "a layer of LLM size", disable=hidden):
+        rows += forward.ffn(tokens, *size, nnz, dtype=dtype, device=device, seconds=seconds).rows
     return rows
 
 
-def _hidden(options: TourOptions) -> bool | None:
-    return not options.progress or None  # None: where stderr is no terminal
-
-
-def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, options: TourOptions) -> dict:
+def let_speak(
+    runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, tokens: int, rounds: int
+) -> dict[str, object]:
     """Text from both models after the same held-out bytes; and the speed of the sparse one, one token at a time, with
     dense layers and with those that a plan chose.
 
@@ -260,18 +249,13 @@ def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfi
         `in_turn` returns}.
     """
     how: dict = {"temperature": 0.7, "seed": 0}
-    prompt, tokens, rounds = windows[len(windows) // 2], 40 if options.quick else 240, 1 if options.quick else 3
+    prompt, model = windows[len(windows) // 2], runs[WITH].model
     prompt = prompt[: len(prompt) // 2]
-    said = {label: result.model.generate(prompt, tokens, **how).cpu() for label, result in runs.items()}
-    model = runs[WITH].model
+    said = {label: speak(result.model, prompt, tokens, how)[0] for label, result in runs.items()}
     shown = {label: BYTES.decode(ids).decode("utf-8", "replace") for label, ids in (said | {"prompt": prompt}).items()}
     swapped, rows = planned(model, torch.cat([prompt, said[WITH]]).to(model.head.weight.device), firing)
-    return {
-        **{"prompt": shown.pop("prompt"), "said": shown},
-        **how,
-        **in_turn(swapped, model, prompt, tokens, how, rounds),
-        "layers": rows,
-    }
+    speeds = in_turn(swapped, model, prompt, tokens, how, rounds)
+    return {"prompt": shown.pop("prompt"), "said": shown, **how, **speeds, "layers": rows}
 
 
 def _for_this_machine() -> dict:
@@ -289,9 +273,7 @@ class _Steps:
     that it goes on; notes when each began."""
 
     def __init__(self, shown: bool) -> None:
-        self.shown = shown
-        self.started: list[float] = []
-        self.ended = threading.Event()
+        self.shown, self.started, self.ended = shown, list[float](), threading.Event()
 
     def __call__(self, number: int, what: str) -> None:
         self.close()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..models.generate import Keys, cache_name, read_prompt
-from ..models.tiny import LanguageModel
+from ..models.generate import cache_name, read_prompt
+from ..models.tiny import Keys, LanguageModel
 
 Called = Callable[..., Tensor]
 
@@ -19,6 +19,8 @@ Called = Callable[..., Tensor]
 class Kept(Keys):
     """The keys and values of all layers. Each call of a step writes its own into the last place, and attends to all: so
     a step can be repeated, captured in a graph, and taken by several models in turn."""
+
+    mask: Tensor
 
     def decode(self) -> Kept:
         """Be ready for steps, once a prompt was read."""
@@ -54,35 +56,25 @@ class Causal:
 
     def reader(self, head: bool = True, *, compiled: bool = False) -> Called:
         """Return a call: ids [batch, tokens] -> logits [batch, tokens, vocabulary], or without the head what that would
-        take, [batch, tokens, d_model]."""
+        take, [batch, tokens, d_model]. Given a Kept too, ids [batch, 1] are the tokens after it."""
         if self.ours:
-            return _compiled(lambda ids: _through(self.model, ids, head), compiled)
-        model = _compiled(self.model if head else self.model.base_model, compiled)
+            return _compiled(lambda ids, kept=None: _through(self.model, ids, head, kept), compiled)
+        model = self.model if head else self.model.base_model
+        body, cache = _compiled(model, compiled), cache_name(model)
 
-        def read(ids: Tensor) -> Tensor:
-            result = model(ids, use_cache=False)
+        def read(ids: Tensor, kept: Kept | None = None) -> Tensor:
+            if kept is None:
+                result = body(ids, use_cache=False)
+            else:
+                earlier = {cache: kept, "attention_mask": kept.mask, "position_ids": kept.places[None]}
+                result = body(ids, use_cache=True, **earlier)
             return result.logits if head else result.last_hidden_state
 
         return read
 
     def stepper(self, head: bool = True, *, compiled: bool = False) -> Called:
-        """Return a call of one step of decoding: ids [batch, 1], Kept -> logits [batch, 1, vocabulary], or what the
-        head would take, of that token."""
-        if self.ours:
-
-            def own(ids: Tensor, kept: Kept) -> Tensor:
-                return _through(self.model, ids, head, kept.places, kept.parts(len(kept.layers), kept.mask))
-
-            return _compiled(own, compiled)
-        model = self.model if head else self.model.base_model
-        body, cache = _compiled(model, compiled), cache_name(model)
-
-        def step(ids: Tensor, kept: Kept) -> Tensor:
-            earlier = {cache: kept}
-            result = body(ids, attention_mask=kept.mask, position_ids=kept.places[None], use_cache=True, **earlier)
-            return result.logits if head else result.last_hidden_state
-
-        return step
+        """Return a call of one step of decoding: `reader`'s for ids [batch, 1] and a Kept."""
+        return self.reader(head, compiled=compiled)
 
     @torch.no_grad()
     def keep(self, ids: Tensor) -> Kept:
@@ -106,9 +98,6 @@ def _compiled(call, compiled: bool):
     return torch.compile(call, fullgraph=True, dynamic=False) if compiled else call
 
 
-def _through(model: LanguageModel, ids: Tensor, head: bool, place: Tensor | None = None, pasts: list | None = None):
-    """Return what the model gives for ids [batch, tokens], or what its head would take. place: of all the tokens, int64
-    [1], where they are one each; by default they are the first ones."""
-    places = slice(ids.shape[1]) if place is None else place
-    x = model.read(ids, places, pasts or [None] * len(model.layers))
+def _through(model: LanguageModel, ids: Tensor, head: bool, kept: Kept | None = None) -> Tensor:
+    x = model.read(ids, slice(ids.shape[1])) if kept is None else model.read(ids, kept.places, kept, kept.mask)
     return model.head(x) if head else x

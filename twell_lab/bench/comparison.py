@@ -11,8 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from math import exp, log
 from subprocess import SubprocessError
 from typing import Any
 
@@ -115,12 +113,12 @@ def ell_matmul(a: ELL, b: Tensor) -> Tensor:
     return embedding_bag(a.column, b, per_sample_weights=a.value, mode="sum")
 
 
-def _semi_structured(kind: str) -> Callable[[Tensor], Tensor]:
-    return lambda a: semi_structured.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
+def _semi_structured(a: Tensor, kind: str = "cusparselt") -> Tensor:
+    return semi_structured.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
 
 
 def _searched(a: Tensor) -> Tensor:
-    return semi_structured.searched(_semi_structured("cusparselt")(a), a.shape[1])
+    return semi_structured.searched(_semi_structured(a), a.shape[1])
 
 
 def _pruned(a: Tensor, product: str) -> SparseLinear:
@@ -165,8 +163,8 @@ METHODS: tuple[Method, ...] = (
         for version in block_kernels.VERSIONS
     ),
     Method("BSR 32 x 32 (torch)", partial(blocks.to_bsr, size=32), torch.matmul, _IN_BLOCKS),
-    Method("2:4 (torch: CUTLASS)", _semi_structured("cutlass"), torch.matmul, (TWO_FOUR,)),
-    Method("2:4 (torch: cuSPARSELt)", _semi_structured("cusparselt"), torch.matmul, (TWO_FOUR,)),
+    Method("2:4 (torch: CUTLASS)", partial(_semi_structured, kind="cutlass"), torch.matmul, (TWO_FOUR,)),
+    Method("2:4 (torch: cuSPARSELt)", _semi_structured, torch.matmul, (TWO_FOUR,)),
     Method("2:4 (torch: cuSPARSELt, searched)", _searched, lambda w, x: linear(x, w), (TWO_FOUR,), turned=True),
     Method(
         "2:4 (cuSPARSELt, searched, called at once)",
@@ -182,7 +180,7 @@ FORMATS = (
     Method("COO", lambda a: a.to_sparse_coo().coalesce(), torch.sparse.mm),
     Method("CSR", Tensor.to_sparse_csr, torch.matmul),
     Method("ELL", ELL.from_dense, ell_matmul),
-    Method("CSR + conversion", Tensor.contiguous, lambda a, b: a.to_sparse_csr() @ b),
+    Method("CSR + conversion", Tensor.contiguous, lambda a, b: a.to_sparse_csr() @ b),  # as for fresh activations
 )
 
 
@@ -217,8 +215,8 @@ def beside(
     """Return a row for the dense product A [m, k] times each B [k, n] in turn and one for each method that gives the
     same here; with `conversions` also one for what each does for new zeros, "part: NAME, conversion".
 
-    Rows say `density` and `nnz`, a row's mean, of A, and the sizes: tokens m, d_ff k, d_model n. The dense row has
-    `left_out`, {name: why}: methods that this device does not have, and those whose result was wrong."""
+    Rows say `density` and `nnz`, a row's mean, of A. The dense row has `left_out`, {name: why}: methods that this
+    device does not have, and those whose result was wrong."""
     turned = [b.t().contiguous() for b in bs]
     dense = a @ bs[0]
     calls: rows.Calls = {DENSE: rows.over(partial(torch.matmul, a), bs)}
@@ -244,10 +242,9 @@ def beside(
         facts[method.name] = {"error_over_allowed": round(ratio, 4)}
         parts[f"part: {method.name}, conversion"] = lambda turn, method=method: method.convert(a)
     samples, bursts = rows.clocked(calls, a.device, seconds)
-    if conversions and parts and a.is_cuda:
-        samples |= clocks.time_cuda(parts, rounds=CONVERSIONS, warm=1)
-    elif conversions and parts:
-        samples |= rows.clocked(parts, a.device, seconds / 2)[0]
+    if conversions and parts:
+        on_gpu = partial(clocks.time_cuda, rounds=CONVERSIONS, warm=1)
+        samples |= on_gpu(parts) if a.is_cuda else rows.clocked(parts, a.device, seconds / 2)[0]
     nonzero = int((a != 0).sum())
     shared = rows.of_layer(kind, dense, a.shape[1], workload)
     shared |= {"nnz": round(nonzero / len(a), 2), "density": nonzero / a.numel()}
@@ -290,14 +287,12 @@ def shipped() -> dict[str, int]:
 
 @torch.no_grad()
 def activation_rows(name: str, layer: int, shape: Shape = READ) -> list[dict]:
-    """Return the rows of `beside` of the down projection of one layer of a trained model, of kind "activations": A its
-    hidden activations relu(g) * u [tokens, d_ff], B the turned weight [d_ff, d_model].
+    """Return the rows of `beside` of the down projection of one layer (from 0 on) of a model of `shipped`, of kind
+    "activations": A its hidden activations relu(g) * u [tokens, d_ff], B the turned weight [d_ff, d_model].
 
-    They say `model`, `layer` and `occupied`, the share of A's tiles of 32 x 1 with any value. The text is the default
-    one, Python source; only `small` was trained on such, and the other models fire on it as they do. TwELL's conversion
-    is that of a finished A by torch, which a layer does not pay: there the gate's product packs.
-
-    name: of `shipped`. layer: from 0 on. shape: m tokens are read, whole windows; k and n are the layer's."""
+    `occupied` is the share of A's tiles of 32 x 1 with any value. The text is Python, which only `small` was trained
+    on. TwELL's conversion is that of a finished A by torch, which a layer does not pay: there the gate's product packs.
+    shape: m tokens are read, whole windows; k and n are the layer's."""
     model = LanguageModel.load(core.data_dir() / "checkpoints" / name).to(shape.device, shape.dtype).eval()
     text, context = source.standard_library(), model.config.context
     windows = source.spread_windows(text.split()[1].tokens, max(1, shape.m // context), context)[:, :-1]
@@ -332,8 +327,7 @@ def against_density(
     columns: int, width: int, rows: int, densities: list[float], device: str, dtype: torch.dtype, seconds: float = 0.4
 ) -> list[dict]:
     """Return the rows of `beside` for each of FORMATS at each density, of [rows, columns] times [columns, width], of
-    kind DENSITY; the dense product's path is "dense". "CSR + conversion" also makes the CSR form from the dense matrix,
-    as fresh activations would need."""
+    kind DENSITY; the dense product's path is "dense"."""
     b = torch.randn(columns, width, generator=torch.Generator(device).manual_seed(1), device=device).to(dtype)
     table = []
     for density in densities:
@@ -346,12 +340,13 @@ def zeros_rows(count: int, columns: int, width: int, device: str, dtype: torch.d
     """Return two rows of the dense product alone, of random values and of nothing but zeros, of kind "matmul_data"."""
     b = scattered(columns, width, width, dtype=dtype, device=device)
     full, empty = (scattered(count, columns, per_row, dtype=dtype, device=device) for per_row in (columns, 0))
-    samples, _ = rows.clocked({"random": lambda turn: full @ b, "zeros": lambda turn: empty @ b}, b.device, seconds)
+    calls: rows.Calls = {"random": lambda turn: full @ b, "zeros": lambda turn: empty @ b}
     shared = rows.of_layer("matmul_data", full @ b, columns, "")
-    return [rows.row(shared | {"workload": name}, "dense", taken) for name, taken in samples.items()]
+    made = rows.measured(shared, calls, seconds, base=None)
+    return [row | {"workload": row["path"], "path": "dense"} for row in made]
 
 
-def density_sections() -> rows.Sections:
+def density_sections(left_out: dict | None = None) -> rows.Sections:
     """Return the steps of the record of formats over the density, on a GPU or, where there is none, the CPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     how = (device, clocks.dtype_for(device), 3.0)
@@ -360,30 +355,6 @@ def density_sections() -> rows.Sections:
         "formats": [partial(against_density, columns, width, count, [density], *how) for density in DENSITIES],
         "zeros": [partial(zeros_rows, count, columns, width, *how)],
     }
-
-
-# ---- what it says ----
-
-
-def begins(measured: Iterable[tuple[float, dict, dict]]) -> str:
-    """Return from how many zeros on a method is faster than dense: between two measured densities along the straight
-    line through them, both axes logarithmic; in brackets by its faster and dense's slower quartile, and the other way
-    around, or that these never cross. measured: densities, each with the method's row and the dense one's."""
-    points = sorted(measured, key=lambda point: point[0])
-
-    def zeros(share: float, beyond: str) -> str:
-        times = [quantile(d["samples"], 1 - share) / quantile(row["samples"], share) for _, row, d in points]
-        for (low, above), (high, below) in pairwise(zip((density for density, *_ in points), times)):
-            if above >= 1 > below:
-                return f"{1 - exp(log(low) + log(high / low) * log(above) / log(above / below)):.2%}"
-        return beyond
-
-    if at := zeros(0.5, ""):
-        return f"{at} ({zeros(0.25, 'less than was measured')} to {zeros(0.75, 'more than was measured')})"
-    times = [dense["ms"] / row["ms"] for _, row, dense in points]
-    if min(times) >= 1:
-        return f"{1 - points[-1][0]:.1%}, the fewest measured"
-    return "nowhere measured" if max(times) < 1 else "in between"
 
 
 def quantile(samples: Sequence[float], share: float) -> float:

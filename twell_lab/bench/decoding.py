@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..analysis.planner import plan
 from ..analysis.profile import profile
@@ -20,7 +19,6 @@ from ..models.tiny import ModelConfig
 from ..ops import clock
 from . import drawn, rows
 
-KIND = "decoding"
 DENSE, PLANNED = "dense", "planned"
 _SURE = 8  # sequences from which not all can have parted at the first token by chance
 
@@ -37,23 +35,13 @@ class Shape(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-def small() -> Shape:
-    """Return a shape that a CPU decodes within seconds."""
-    sizes = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=96, context=64)
-    return Shape(sizes, 8, 8, (1, 2), 1, "cpu", torch.float32)
-
-
 def _theirs(model: Any, ids: Tensor, new: int, **how: Any) -> Tensor:
     mask = torch.ones_like(ids)
     return model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, **how)
 
 
-def _ours(model: nn.Module, ids: Tensor, new: int) -> Tensor:
-    return generate(model, ids, max_new_tokens=new)
-
-
 WAYS: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
-    "tl.generate": _ours,
+    "tl.generate": lambda model, ids, new: generate(model, ids, max_new_tokens=new),
     "generate, static cache": functools.partial(_theirs, cache_implementation="static"),
     "generate": _theirs,
 }
@@ -63,49 +51,35 @@ def decoding_rows(models: Callable[[], dict[str, Any]], shape: Shape, way: str, 
     """Return a row for each model of one way to decode a batch: milliseconds a step, over whole generations; tokens a
     second; the time to the first token; the peak of memory beyond the weights; and the share of tokens that are those
     of the dense model's (of 16 bits, sequences part where two scores are nearly the same)."""
-    call, lines, texts = WAYS[way], list[dict](), dict[str, Tensor]()
+    call, samples, facts, texts = WAYS[way], dict[str, list[float]](), dict[str, dict](), dict[str, Tensor]()
     for name, model in models().items():
-        vocabulary = model.config.vocab_size
-        ids = torch.randint(0, vocabulary, (batch, shape.prompt), generator=torch.Generator().manual_seed(batch))
-        ids = ids.to(shape.device)
+        draw = torch.Generator().manual_seed(batch)
+        ids = torch.randint(0, model.config.vocab_size, (batch, shape.prompt), generator=draw).to(shape.device)
         model.generation_config.eos_token_id = None  # a drawn model would end anywhere
         texts[name] = call(model, ids, shape.new)[:, shape.prompt :]  # compiles and captures
         same = float((texts[name] == texts[DENSE]).float().mean())
         if batch >= _SURE and same < 1 / shape.new:
             raise clock.WrongResult(f"{way}, {name}, batch {batch}: not even the first tokens are the dense model's")
-        first = [_seconds(lambda: call(model, ids, 1)) for _ in range(shape.rounds + 1)][1:]
-        whole = [_seconds(lambda: call(model, ids, shape.new)) for _ in range(shape.rounds)]
-        about = rows.about(
-            KIND,
-            next(model.parameters()),
-            f"drawn {shape.model if isinstance(shape.model, str) else 'small'} Llama, batch {batch}",
-            batch=batch,
-            prompt=shape.prompt,
-            new=shape.new,
-        )
-        facts = {
-            "tokens_per_s": batch * shape.new / sorted(whole)[len(whole) // 2],
-            "first_ms": 1e3 * sorted(first)[len(first) // 2],
+        path, generation = f"{way}, {name}", lambda turn: call(model, ids, shape.new)
+        first = _walls(lambda turn: call(model, ids, 1), shape.rounds + 1)[1:]
+        whole = _walls(generation, shape.rounds)
+        samples[path] = [ms / shape.new for ms in whole]
+        facts[path] = {
+            "tokens_per_s": 1e3 * batch * shape.new / sorted(whole)[len(whole) // 2],
+            "first_ms": sorted(first)[len(first) // 2],
             "same": round(same, 4),
         }
         if shape.device != "cpu":
             forget(model)  # or what it keeps would not count
-            facts["peak_bytes"] = clock.peak_bytes(lambda _: call(model, ids, shape.new))
-        dense = lines[0]["ms"] if lines else None
-        lines.append(
-            rows.row(about, f"{way}, {name}", [1e3 * seconds / shape.new for seconds in whole], dense, **facts)
-        )
-    return lines
+            facts[path]["peak_bytes"] = clock.peak_bytes(generation)
+    workload = f"drawn {shape.model if isinstance(shape.model, str) else 'small'} Llama, batch {batch}"
+    sizes = {"batch": batch, "prompt": shape.prompt, "new": shape.new}
+    shared = rows.about("decoding", next(model.parameters()), workload, **sizes)
+    return rows.table(shared, samples, facts, base=f"{way}, {DENSE}")
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+def _walls(call: Callable[[int], object], rounds: int) -> list[float]:
+    return clock.time_bursts({"": call}, rows.drain, rounds=rounds, count=1, warm=0)[""][1]
 
 
 def models(shape: Shape) -> dict[str, Any]:
@@ -120,8 +94,9 @@ def models(shape: Shape) -> dict[str, Any]:
     return {DENSE: dense, PLANNED: planned}
 
 
-def sections(shape: Shape) -> rows.Sections:
+def sections(left_out: dict | None = None, shape: Shape | None = None) -> rows.Sections:
     """Return the steps of the record: the smallest batch by all ways, then the others, way by way."""
+    shape = shape or Shape()
     both = functools.cache(lambda: models(shape))
     first, *others = shape.batches
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -97,33 +98,23 @@ def llama(sizes: ModelConfig, device: torch.device | str, dtype: torch.dtype = t
 
 @torch.no_grad()
 def fire(model: nn.Module, run: Callable[[], object], nnzs: Sequence[float | Tensor]) -> None:
-    """Set the biases of each gate so that about so many of its neurons fire at a token, or each at its rate [d_ff],
-    layer by layer, while run() calls the model."""
+    """Set the biases of each gate, layer by layer, while run() calls the model, to quantiles of its products: so that
+    about so many of its neurons fire at a token, at lognormal rates, or each at its rate [d_ff]."""
 
     def before(gate: nn.Linear, args: tuple, nnz: float | Tensor, seed: int) -> None:
-        off = -thresholds((args[0].flatten(0, -2) @ gate.weight.t()).float(), nnz, seed=seed).to(gate.weight.dtype)
+        products = (args[0].flatten(0, -2) @ gate.weight.t()).float()
+        rates = nnz if isinstance(nnz, Tensor) else clock.firing_rates(len(gate.weight), nnz, "lognormal", seed=seed)
+        rates = rates.to(products.device)
+        place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
+        quantiles = products.sort(0).values.gather(0, place[None])[0]
+        off = -torch.where(rates < 1 / len(products), quantiles.abs() * 2 + 1, quantiles).to(gate.weight.dtype)
         gate.bias = nn.Parameter(off, requires_grad=gate.weight.requires_grad)
 
-    hooks = [
-        layer.gate.register_forward_pre_hook(functools.partial(before, nnz=nnz, seed=i))
-        for i, (layer, nnz) in enumerate(zip(feed_forwards(model), nnzs, strict=True))
-    ]
-    try:
+    with ExitStack() as hooks:
+        for i, (layer, nnz) in enumerate(zip(feed_forwards(model), nnzs, strict=True)):
+            hook = layer.gate.register_forward_pre_hook(functools.partial(before, nnz=nnz, seed=i))
+            hooks.callback(hook.remove)
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def thresholds(products: Tensor, nnz: float | Tensor, *, seed: int = 0) -> Tensor:
-    """Return what to take from each neuron's products [tokens, d_ff] so that about `nnz` neurons fire at a token,
-    float32 [d_ff]: quantiles of the products, at drawn rates that are lognormal (clock.firing_rates), or at the given
-    rates [d_ff] of the neurons."""
-    rates = nnz if isinstance(nnz, Tensor) else clock.firing_rates(products.shape[1], nnz, "lognormal", seed=seed)
-    rates = rates.to(products.device)
-    place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
-    found = products.sort(0).values.gather(0, place[None])[0]
-    return torch.where(rates < 1 / len(products), found.abs() * 2 + 1, found)
 
 
 def windows_of(context: int) -> int:
@@ -138,8 +129,7 @@ def rates_like(firing: FiringProfile, layers: int, d_ff: int) -> list[Tensor]:
     for i in range(layers):
         like = firing.layers[round(i * (len(firing.layers) - 1) / max(1, layers - 1))]
         ordered = (like.neuron_counts.double() / max(1, like.tokens)).sort().values
-        # What d_ff evenly spread shares of the profiled neurons do.
-        places = (torch.arange(d_ff, dtype=torch.float64) + 0.5) / d_ff * len(ordered)
+        places = (torch.arange(d_ff, dtype=torch.float64) + 0.5) / d_ff * len(ordered)  # evenly spread
         rates.append(ordered[places.long()][torch.randperm(d_ff, generator=generator)])
     return rates
 

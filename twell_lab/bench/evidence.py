@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import io
 import shutil
 import subprocess
 import sys
@@ -109,14 +108,14 @@ def cases() -> list[Case]:
 def counted() -> list[Case]:
     """Every version of the portable kernels at two sizes whose memory accesses are counted: one where a warp computes a
     token, one where two do."""
-    found = []
+    made = []
     for tokens, d_model, d_ff in ((64, 256, 1024), (8, 2048, 512)):
         gate = _gate(tokens, d_ff, 0.05)
         given = {name: t for name, t in _weights(tokens, d_model, d_ff).items() if "bias" not in name}
         given |= {"packed": TwELL.from_gate(gate).packed, "gate": gate}
         name = f"{tokens} tokens, d_model {d_model}, d_ff {d_ff}, 5% firing, bf16"
-        found += [Case(name, kernel, given) for kernel in NEWEST]
-    return found
+        made += [Case(name, kernel, given) for kernel in NEWEST]
+    return made
 
 
 def counts_of(counts) -> dict[str, int]:
@@ -129,7 +128,7 @@ def counts_of(counts) -> dict[str, int]:
 
 
 def encode(t: Tensor) -> dict:
-    """Return a tensor as a dict that JSON takes: its dtype, its shape, and its bytes, compressed."""
+    """Return a tensor as a dict that JSON takes, with its bytes compressed."""
     data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     packed = base64.b64encode(zlib.compress(data, 9)).decode()
     return {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape), "zlib": packed}
@@ -144,17 +143,19 @@ def decode(found: dict) -> Tensor:
 def outputs_record() -> Record:
     """Return the outputs of `cases()` on this GPU. Raises DeviceError without a GPU."""
     need_gpu()
-    rows = []
-    for case in cases():
-        outputs = {str(version): encode(case.run(version, "cuda")) for version in case.versions}
-        rows.append({"case": case.name, "kernel": case.kernel, "outputs": outputs})
+    rows = [
+        {
+            "case": case.name,
+            "kernel": case.kernel,
+            "outputs": {str(v): encode(case.run(v, "cuda")) for v in case.versions},
+        }
+        for case in cases()
+    ]
     return Record.new("gpu-outputs", "what the portable kernels make of three small inputs, bit by bit", rows)
 
 
 def counters_record() -> Record:
-    """Return what the profiler ncu counts in each launch of `counted()` on this GPU.
-
-    Raises DeviceError without a GPU, StackError without ncu."""
+    """Return what ncu counts in each launch of `counted()` on this GPU. StackError without ncu."""
     need_gpu()
     if not (ncu := shutil.which("ncu")):
         raise StackError("gpu-counters needs ncu (Nsight Compute) on the PATH; it comes with the CUDA toolkit")
@@ -166,15 +167,17 @@ def counters_record() -> Record:
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if done.returncode or start is None:
         raise DeviceError(f"ncu counted nothing (exit status {done.returncode}): {(done.stdout + done.stderr)[-2000:]}")
-    found = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # the first row holds the units
-    launches = [(case, version) for case in counted() for version in case.versions]
-    names = [row["Kernel Name"].split("(")[0] for row in found]
-    if names != [f"{case.kernel}_v{version}" for case, version in launches]:
+    seen = list(csv.DictReader(lines[start:]))[1:]  # the first row holds the units
+    rows = [
+        {"kernel": f"{case.kernel}_v{version}", "version": version, "case": case.name}
+        for case in counted()
+        for version in case.versions
+    ]
+    names = [line["Kernel Name"].split("(")[0] for line in seen]
+    if names != [row["kernel"] for row in rows]:
         raise DeviceError(f"ncu saw the launches {names}, not one of each version")
-    rows = []
-    for name, (case, version), row in zip(names, launches, found):
-        counts = {ours: int(row[theirs].replace(",", "")) for ours, theirs in COUNTERS.items()}
-        rows.append({"kernel": name, "version": version, "case": case.name, **counts})
+    for row, line in zip(rows, seen):
+        row |= {ours: int(line[theirs].replace(",", "")) for ours, theirs in COUNTERS.items()}
     purpose = "memory accesses of the portable kernels as the hardware counts them"
     return Record.new("gpu-counters", purpose, rows, kernels=("smxx_pack", "smxx_down", "smxx_gated"))
 

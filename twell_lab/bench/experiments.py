@@ -10,42 +10,39 @@ import torch
 from torch import Tensor, nn
 
 from ..core import DeviceError, TwellError
-from ..layers.find import feed_forwards
 from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock
 from ..sparsities.adapters import drawn, switch
 from ..sparsities.checks import refusals
-from ..sparsities.dropout import TwoFourDropout, two_four_dropout
+from ..sparsities.dropout import two_four_dropout
 from ..sparsities.semi_structured import tensor_kind, usual_backend
 from ..sparsities.two_four_training import OPERANDS, SIDE, TwoFourLinear, two_four
 from ..training.config import TrainConfig
-from ..training.loop import initial_model
-from ..training.objective import bits_per_byte, cross_entropy
-from ..training.text import source
-from ..training.text.load import load_any
-from . import rows
+from . import losses, rows
 
 SWITCH, FUSE = "switch in place", "fuse LoRA"
-DROPOUTS = {"none": nn.Identity, "Bernoulli 1/2": lambda: nn.Dropout(0.5), "2:4": TwoFourDropout}
+Product = tuple[int, int, int]  # tokens, d_ff, d_model
 
 
 @dataclass(frozen=True)
 class Shape:
     """model, shares: in whose matrices such shares of the weights are switched. config: of the trainings with dropout,
-    one for each of `seeds` and each kind. products: (tokens, d_ff, d_model) of those that are timed, on a GPU."""
+    one for each of `seeds` and each kind. products: those that are timed, on a GPU."""
 
     model: ModelConfig = ModelConfig(d_model=2048, layers=8, heads=16, d_ff=5632)
     shares: tuple[float, ...] = (0.01, 0.02)
     config: TrainConfig = TrainConfig(d_model=256, d_ff=1024, batch=32, context=256)
     seeds: tuple[int, ...] = (0, 1)
-    products: tuple[tuple[int, int, int], ...] = ((2048, 5632, 2048), (16384, 5632, 2048), (131072, 5632, 2048))
+    products: tuple[Product, ...] = ((2048, 5632, 2048), (16384, 5632, 2048), (131072, 5632, 2048))
     device: str = "cuda"
 
 
-def small() -> Shape:
-    """Return the shape for a CPU: about five minutes on two cores."""
-    sizes = ModelConfig(d_model=512, layers=4, heads=8, d_ff=2048)
-    return Shape(sizes, config=TrainConfig(layers=2, steps=300), products=(), device="cpu")
+SMALL = Shape(  # for a CPU: about five minutes on two cores
+    ModelConfig(d_model=512, layers=4, heads=8, d_ff=2048),
+    config=TrainConfig(layers=2, steps=300),
+    products=(),
+    device="cpu",
+)
 
 
 @torch.no_grad()
@@ -75,63 +72,25 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
     written = {SWITCH: values, FUSE: weights.values()}
     for path, call in calls.items():
         call(0)
-        facts[path] = {"parameters": sum(t.numel() for t in trained[path])}
-        facts[path] |= {"written_bytes": sum(t.nbytes for t in written[path])}
-        facts[path] |= {"worst_error": max(float((weights[name] - first[name]).abs().max()) for name in weights)}
+        facts[path] = {
+            "parameters": sum(t.numel() for t in trained[path]),
+            "written_bytes": sum(t.nbytes for t in written[path]),
+            "worst_error": max(float((weights[name] - first[name]).abs().max()) for name in weights),
+        }
         for name, weight in weights.items():
             weight.copy_(first[name])
-    samples, bursts = rows.clocked(calls, device, rounds=10)
     workload = f"{share:.0%} of the weights, on and off once"
     shared = rows.about("adapters", model.head.weight, workload, share=share, **rows.sizes_of(shape.model))
-    walls = {path: {"wall_ms": clock.quartiles(wall)[0]} for path, (_, wall) in bursts.items()}
-    return [rows.row(shared, path, samples[path], **facts[path], **walls[path]) for path in calls]
-
-
-def loss_rows(shape: Shape, seed: int) -> list[dict]:
-    """Train a small language model with each kind of dropout before the down projections, and return for each its
-    bits_per_byte on held-out text without dropout, and train_loss: the mean of the last tenth of the steps, in nats,
-    with dropout. Weights, windows and schedule are the same."""
-    return [_trained(replace(shape.config, seed=seed), kind) for kind in DROPOUTS]
-
-
-def _trained(config: TrainConfig, kind: str) -> dict:
-    device = clock.present_device(config.device)
-    text = load_any(config.text)
-    seen, held_out = (part.tokens for part in text.split())
-    model = initial_model(config, text.vocabulary).to(device).train()
-    drop = DROPOUTS[kind]()
-    downs = [layer.down for layer in feed_forwards(model)]
-    hooks = [down.register_forward_pre_hook(lambda module, args: (drop(args[0]),)) for down in downs]
-    optimizer = torch.optim.AdamW(model.parameters(), config.lr, (0.9, 0.95), weight_decay=config.weight_decay)
-    warm = max(1, config.warmup)
-    slope = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm))
-    draw, losses = torch.Generator().manual_seed(config.seed), []
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(config.seed)
-        for _ in range(config.steps):
-            loss = cross_entropy(model, source.random_windows(seen, config.batch, config.context, draw).to(device))
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            slope.step()
-            losses.append(loss.detach())
-    for hook in hooks:
-        hook.remove()
-    bits = bits_per_byte(model.eval(), source.spread_windows(held_out, 128, config.context).to(device))
-    train_loss = float(torch.stack(losses[-max(1, config.steps // 10) :]).mean())
-    facts = {"dropout": kind, "seed": config.seed, "steps": config.steps}
-    return facts | {"bits_per_byte": bits, "train_loss": train_loss}
+    return rows.measured(shared, calls, facts=facts, base=None, rounds=10)
 
 
 # ---- products with an operand that is made 2:4, on a GPU, in bfloat16
 
 
-def product_rows(sizes: tuple[int, int, int], backend: str | None = None) -> list[dict]:
+def product_rows(sizes: Product, backend: str | None = None) -> list[dict]:
     """Return the rows of y = h Wd^T with h [tokens, d_ff] dropped 2:4, with its compression and without, beside the
     dense product; of the backend of torch's that runs, cuSPARSELt if it does. Drawing the pattern is in none of them.
-    error_over_dense: how far the 2:4 product is from float64, over the dense one's distance. clock.WrongResult for more
-    than twice as far."""
+    clock.WrongResult where the 2:4 product is more than twice as far from float64 as the dense one."""
     if backend is None:
         try:
             return product_rows(sizes, usual_backend())
@@ -159,7 +118,7 @@ def product_rows(sizes: tuple[int, int, int], backend: str | None = None) -> lis
         return _beside_first("dropout", "y = h Wd^T", calls, facts, sizes, backend)
 
 
-def step_rows(sizes: tuple[int, int, int]) -> list[dict]:
+def step_rows(sizes: Product) -> list[dict]:
     """Return the rows of forward and backward of one linear layer, whose input [tokens, d_ff] is a squared ReLU, with
     weight or input made 2:4 in every step, beside the dense layer; and of choosing and packing alone. RuntimeError
     where it does not run here, so that a recording leaves it out; errors otherwise as of `checked_step`."""
@@ -210,21 +169,23 @@ def _drawing() -> functools.partial:
     return functools.partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
-def _beside_first(
-    kind: str, workload: str, calls: rows.Calls, facts: dict[str, dict], sizes: tuple[int, int, int], backend: str
-) -> list[dict]:
+def _beside_first(kind: str, workload: str, calls: rows.Calls, facts: dict, sizes: Product, backend: str) -> list[dict]:
     here = torch.empty(0, dtype=torch.bfloat16, device=clock.present_device(None))
     shared = rows.about(kind, here, workload, **dict(zip(("tokens", "d_ff", "d_model"), sizes)), backend=backend)
-    samples = clock.time_cuda(calls, 15)
-    dense = clock.quartiles(next(iter(samples.values())))[0]
-    return [rows.row(shared, path, taken, dense, **facts.get(path, {})) for path, taken in samples.items()]
+    return rows.table(shared, clock.time_cuda(calls, 15), facts, base=next(iter(calls)))
 
 
-def sections(shape: Shape) -> rows.Sections:
+def dropout_rows(shape: Shape, seed: int) -> list[dict]:
+    """Return a row of each kind of dropout (losses.dropout_row); weights, windows and schedule are the same."""
+    return [losses.dropout_row(replace(shape.config, seed=seed), kind) for kind in losses.DROPOUTS]
+
+
+def sections(left_out: dict | None = None, shape: Shape | None = None) -> rows.Sections:
     """Return the steps of the record."""
+    shape = shape or (Shape() if torch.cuda.is_available() else SMALL)
     return {
         "adapters": [functools.partial(adapter_rows, shape, share) for share in shape.shares],
         "products": [functools.partial(product_rows, sizes) for sizes in shape.products],
         "2:4 in training": [functools.partial(step_rows, sizes) for sizes in shape.products],
-        "dropout": [functools.partial(loss_rows, shape, seed) for seed in shape.seeds],
+        "dropout": [functools.partial(dropout_rows, shape, seed) for seed in shape.seeds],
     }

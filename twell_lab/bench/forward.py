@@ -35,7 +35,7 @@ from ..ops.pack import pack
 from ..ops.reference import PlainFeedForward
 from ..plots import OTHER_KERNELS
 from ..records import Record
-from .rows import COMPILED, Calls, Sections, check, check_seconds, compare, describe, first_projection, over, row
+from .rows import COMPILED, Calls, Sections, check, check_seconds, compare, describe, first_projection, over, table
 
 AUTOTUNED = "dense max-autotune"  # the path of the dense layer whose kernels torch.compile picks by timing them
 Rivals = dict[str, Callable[[Tensor], Tensor]]  # what is timed beside a dense layer, by path
@@ -58,13 +58,13 @@ def ffn(
     seconds: float = 2.0,
     seed: int = 0,
 ) -> Record:
-    """Time a gated layer of the given size on a drawn workload, dense beside sparse.
+    """Time a gated layer of the given size on a drawn workload, dense beside sparse; returns a Record with a row for
+    each path, times in milliseconds.
 
     Args:
         tokens, d_model, d_ff: the sizes of the input and of the layer.
         nnz: how many neurons fire at a token, on average.
-        dtype: bfloat16, float16 or float32; by default bfloat16 on a GPU, float16 on one that is older than
-            it (below sm_80), float32 on a CPU.
+        dtype: bfloat16, float16 or float32; by default that of ops.clock.dtype_for.
         device: by default a GPU where there is one.
         workload_kind: "lognormal" or "uniform": how often single neurons fire (ops.clock.firing_rates).
         compiled: also time torch.compile of the dense layer.
@@ -72,13 +72,8 @@ def ffn(
         seconds: how long to measure on a CPU.
         seed: of the workload.
 
-    Returns:
-        A Record with a row for each path, times in milliseconds.
-
-    Raises:
-        InputError, DeviceError: for a size, nnz, dtype or device that is not accepted.
-        WrongResult: where a result does not agree with float64; then nothing is timed.
-    """
+    InputError or DeviceError for a size, nnz, dtype or device that is not accepted; WrongResult where a result does not
+    agree with float64: then nothing is timed."""
     check_seconds(seconds)
     device = clock.present_device(device)
     dtype = dtype or clock.dtype_for(device)
@@ -133,11 +128,11 @@ def _other_kernels(sparse: SparseFFN, x: Tensor) -> Rivals:
     and, on Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
     weights = sparse.weights()
     first, _ = first_projection(weights.gate, weights.up)
-    found: Rivals = {OTHER_KERNELS[0]: lambda x: dispatch.portable(x, *weights, sparse.tile, sparse.words)}
+    rivals: Rivals = {OTHER_KERNELS[0]: lambda x: dispatch.portable(x, *weights, sparse.tile, sparse.words)}
     takes = gate_pack.takes_sm80(torch.cuda.get_device_capability(x.device), layout(x), layout(first))
     if (sparse.tile, sparse.words) == (TILE, WORDS) and takes and dispatch.fuses(first):
-        found[OTHER_KERNELS[1]] = lambda x: dispatch.sm90(x, *weights, 0, packs=gate_pack.gate_pack_sm80)
-    return found
+        rivals[OTHER_KERNELS[1]] = lambda x: dispatch.sm90(x, *weights, 0, packs=gate_pack.gate_pack_sm80)
+    return rivals
 
 
 def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> Calls:
@@ -179,8 +174,7 @@ def _tensors(sparse: SparseFFN, x: Tensor) -> dict[str, Tensor]:
 @torch.no_grad()
 def kernel_versions(tokens: int = 16384, nnz: float = 29, *, dtype: torch.dtype = torch.bfloat16) -> list[dict]:
     """Return rows of kind "kernel": every version of every portable kernel on one workload, in 16 bits, on this GPU.
-
-    Each version is first compared with the newest one, which `check` has compared with float64."""
+    Each is first compared with the newest one, which `check` has compared with float64."""
     dense, inputs, _ = Case(tokens, nnz, dtype=dtype).draw()
     sparse = SparseFFN.from_module(copy.deepcopy(dense))
     check(dense, sparse, inputs[:1], every_row=False)
@@ -193,7 +187,7 @@ def kernel_versions(tokens: int = 16384, nnz: float = 29, *, dtype: torch.dtype 
             if (off := float((launch(kernel, given[0], version).float() - best).norm() / best.norm())) > 0.01:
                 raise WrongResult(f"{kernel}_v{version} is off by {off:.3g} of its norm: nothing was timed")
     shared = describe("kernel", inputs, sparse.gate.weight, "independent, lognormal") | {"nnz": nnz}
-    return [row(shared, path, samples) for path, samples in clock.time_cuda(calls).items()]
+    return table(shared, clock.time_cuda(calls), base=None)
 
 
 @torch.no_grad()
@@ -215,9 +209,7 @@ def gate_rows(nnz: float) -> list[dict]:
             raise WrongResult(f"{name}: {off:.2%} of the counts differ from torch's GEMM and pack: nothing was timed")
     calls = {"gate GEMM (torch)": lambda x: linear(x, gate), **calls}
     samples = clock.time_cuda({name: over(call, inputs) for name, call in calls.items()})
-    shared = describe("gate", inputs, gate, "independent, lognormal") | {"gated": True}
-    made = [row(shared, path, values) for path, values in samples.items()]
-    return [line | {"tflops": round(2e-9 * TOKENS * D_MODEL * D_FF / line["ms"], 1)} for line in made]
+    return table(describe("gate", inputs, gate, "independent, lognormal") | {"gated": True}, samples, base=None)
 
 
 # ---- the workloads of the tables of layers, in inference and in training ----
@@ -238,11 +230,10 @@ SHAPES = (
 class Case:
     """A drawn layer (ops.clock.workload) with its inputs, on a GPU where there is one.
 
-    tokens, nnz, kind, d_model, d_ff, dtype: of the workload. gated: or plain. label: the name of the workload; by
-    default it says how the neurons fire. heavy: in how many rows of each input, spread evenly, more neurons fire than
-    were drawn. fires: how many more, drawn at random; `in_tile`: the first of one tile. graphs: whether calls are timed
-    as CUDA graphs, which few tokens are anyway. autotuned: whether kernels that torch.compile picked by timing them are
-    timed beside, in inference."""
+    gated: or plain. label: the name of the workload; by default it says how the neurons fire. heavy: in how many rows
+    of each input, spread evenly, more neurons fire than were drawn. fires: how many more, drawn at random; `in_tile`:
+    the first of one tile. graphs: whether calls are timed as CUDA graphs, which few tokens are anyway. autotuned:
+    whether kernels that torch.compile picked by timing them are timed beside, in inference."""
 
     tokens: int = 16384
     nnz: float = 29
@@ -314,11 +305,6 @@ def inference_rows(case: Case) -> list[dict]:
     return compare("inference", layer, rivals, inputs, case.name, facts, graphs=case.graphs)
 
 
-def other_rows(tokens: int, nnz: float) -> list[dict]:
-    """Return rows of `ffn`: the layer on the kernels that are picked, and on the portable ones."""
-    return ffn(tokens, nnz=nnz, device="cuda", compiled=True, others=True).rows
-
-
 # ---- the tables ----
 
 HEAVY_CASES = [
@@ -341,8 +327,8 @@ SECTIONS: Sections = {
         partial(inference_rows, case)
         for case in (Case(4), *(Case(tokens, nnz) for nnz in (8, 120) for tokens in (1, 16)))
     ],
-    "portable": [
-        partial(other_rows, *case)
+    "portable": [  # the layer on the kernels that are picked, and on the portable ones
+        lambda case=case: ffn(case[0], nnz=case[1], device="cuda", compiled=True, others=True).rows
         for case in ((TOKENS, 29), (1, 29), (64, 29), (TOKENS, 8), (TOKENS, 120), (1024, 29), (TOKENS, 300))
     ],
     "131,072 tokens": [partial(inference_rows, Case(131072, nnz)) for nnz in (8, 60, 120, 300)],

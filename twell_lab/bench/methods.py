@@ -1,5 +1,5 @@
-"""Whole layers by every method that skips neurons or tokens, beside their dense selves: the map of the notebook on
-choosing a path, padded batches, and mixtures of experts.
+"""Whole layers by every method that skips neurons or tokens, or has weights of few bits, beside their dense selves: the
+map of the notebook on choosing a path, padded batches, mixtures of experts, and INT8 and E4M3.
 
 Each method is held against the dense layer before it is timed, unless it is lossy or another layer, which its name
 says."""
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,18 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core import DeviceError, TwellError
 from ..layers.choice import Choice
 from ..layers.find import feed_forwards
 from ..layers.paths.twell import STEP
 from ..models.swap import sparsify
-from ..ops import clock
+from ..ops import clock, int8
 from ..ops.reference import GatedFeedForward
 from ..sparsities import microtiles
 from ..sparsities.experts import WAYS, ExpertsLayer
+from ..sparsities.fp8 import fp8_linear
+from ..sparsities.int8 import has_kernel, int8_linear, packed_two_four, two_four_int8
 from ..sparsities.padding import add_padding, remove_padding
 from ..sparsities.predictors import LowRank, PredictedFFN
-from ..sparsities.quantised import output_error
-from . import rows
+from ..sparsities.quantised import Bitmap, Rows, output_error, quantise
+from ..sparsities.two_four import two_four_mask
+from . import comparison, rows
 from .comparison import CHECKED, TILED
 
 DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", TILED
@@ -86,8 +89,7 @@ def swapped(layer: nn.Module, choice: Choice) -> nn.Module:
 
 def check_close(name: str, y: Tensor, wanted: Tensor) -> None:
     """Raise WrongResult unless a method gave what the dense layer gives."""
-    error = output_error(y, wanted) if y.shape == wanted.shape else math.inf
-    if not error <= OFF[wanted.dtype]:
+    if not (error := output_error(y, wanted)) <= OFF[wanted.dtype]:
         raise clock.WrongResult(f"{name} is off by {error:.2g} of the dense result: nothing was timed")
 
 
@@ -96,9 +98,8 @@ def check_close(name: str, y: Tensor, wanted: Tensor) -> None:
 
 def by_stripes(layer: GatedFeedForward, down_t: Tensor, x: Tensor, height: int = HEIGHT) -> Tensor:
     """Return the layer's output for x [tokens, d_model], from micro-tiles of what the gate lets through: of each stripe
-    of tokens, up and down are multiplied for the neurons that fire for one of them. down_t: [d_ff, d_model].
-
-    On a GPU, whose kernel multiplies the tiles themselves, down alone is, so that nothing waits."""
+    of tokens, up and down are multiplied for the neurons that fire for one of them; on a GPU, whose kernel multiplies
+    the tiles themselves, down alone, so that nothing waits. down_t: [d_ff, d_model]."""
     gate = F.linear(x, layer.gate_proj.weight).relu()
     if x.is_cuda:
         return microtiles.product(microtiles.find_microtiles(gate * layer.up_proj(x), height), down_t)
@@ -134,8 +135,7 @@ def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tenso
 @torch.no_grad()
 def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
     """Return the rows of a layer at one share of firing neurons and each number of tokens, by each method, of kind
-    "map": their path is the method. The `share` is that asked for, `nnz` what fires; the `error` of GROUPED is that of
-    the layer's output."""
+    "map". The `share` is that asked for, `nnz` what fires; GROUPED has the `error` of its output."""
     layer, x = drawn(share, sizes)
     methods, made = _methods(layer, share), []
     for tokens in sizes.tokens:
@@ -148,7 +148,7 @@ def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
         calls = {rows.DENSE if name == DENSE else name: rows.over(call, [some]) for name, call in there.items()}
         facts = {GROUPED: {"error": output_error(methods[GROUPED](some), y)}}
         said = rows.describe("map", [some], layer.gate_proj.weight, f"drawn gated layer, {share:.2%} fire")
-        made += rows.measured(said | {"share": share}, calls, x.device, sizes.seconds, facts, rounds=10)
+        made += rows.measured(said | {"share": share}, calls, sizes.seconds, facts, rounds=10)
     return made
 
 
@@ -160,7 +160,7 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
     """Return rows of kind "padding": gated layers, one after another with residuals, on sequences of which this share
     of the tokens is real: on all tokens; with the padding `REMOVED` before the first layer and put back after the last,
     but for finding the tokens, which a model does once; and on as many tokens that lie side by side before and after
-    (`ALONE`), which nothing that removes padding can beat. Rows say how many tokens are `real`, and `layers`."""
+    (`ALONE`), which nothing that removes padding can beat."""
     tokens, device = sizes.tokens[-1], sizes.device
     layer, inputs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", sizes.dtype, device)
     stacked = [copy.deepcopy(layer) for _ in range(layers)]
@@ -185,16 +185,15 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
     calls[ALONE] = rows.over(stack, [padding.gather(x) for x in xs])
     workload = f"{layers} layer{'s' * (layers > 1)}, {share:.0%} of the tokens real"
     shared = rows.of_layer("padding", inputs[0], sizes.d_ff, workload) | {"real": int(real.sum()), "layers": layers}
-    return rows.measured(shared, calls, inputs[0].device, sizes.seconds)
+    return rows.measured(shared, calls, sizes.seconds)
 
 
 class Proportion(NamedTuple):
-    """How far the device's time without padding is from one that is proportional to the real tokens. fitted: at most,
-    from the proportional time that fits best, as a share of it. beside_dense: from the dense layers' time for all
-    tokens times that share, where it is furthest; negative where it is sooner. own: as many tokens alone, there."""
+    """How far the device's time without padding is from one that is proportional to the real tokens. beside_dense: from
+    the dense layers' time for all tokens times that share, where it is furthest; negative where it is sooner. own: as
+    many tokens alone, there."""
 
     layers: int
-    fitted: float
     beside_dense: float
     own: float | None
 
@@ -211,10 +210,8 @@ def proportions(table: Iterable[dict]) -> list[Proportion]:
         dense = sum(paths[rows.DENSE].values()) / len(paths[rows.DENSE])
         rates = {share: ms / share / dense for share, ms in paths[REMOVED].items()}
         worst = max(rates, key=lambda share: abs(rates[share] - 1))
-        least, most = min(rates.values()), max(rates.values())
         alone = paths.get(ALONE, {}).get(worst)
-        own = None if alone is None else alone / worst / dense - 1
-        made.append(Proportion(layers, (most - least) / (most + least), rates[worst] - 1, own))
+        made.append(Proportion(layers, rates[worst] - 1, None if alone is None else alone / worst / dense - 1))
     return made
 
 
@@ -225,8 +222,7 @@ def proportions(table: Iterable[dict]) -> list[Proportion]:
 def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False) -> list[dict]:
     """Return rows of kind "experts": a mixture of so many in every way that computes it, and one dense layer of all
     their neurons (`WHOLE`), which a token would go through if nothing chose; compared with the loop over dense layers.
-    Rows say `experts` and the `density`, the share of the neurons that a token's experts have. crowded: whether all
-    tokens take the same ones, and not those that a random router chooses."""
+    crowded: whether all tokens take the same experts, and not those that a random router chooses."""
     torch.manual_seed(0)
     like = {"device": sizes.device, "dtype": sizes.dtype}
     layer = ExpertsLayer(sizes.d_model, sizes.expert_d_ff, experts, TOP_K, **like)
@@ -259,14 +255,118 @@ def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False)
     calls[WHOLE] = rows.over(whole, xs)
     shared = rows.of_layer("experts", xs[0], sizes.expert_d_ff, f"{experts} experts, {TOP_K} a token")
     shared |= {"experts": experts, "density": TOP_K / experts}
-    return rows.measured(shared, calls, few.device, sizes.seconds)
+    return rows.measured(shared, calls, sizes.seconds)
 
 
-def sections(sizes: Sizes = Sizes()) -> rows.Sections:
-    """Return the steps of the record, as in bench.comparison."""
-    step = functools.partial
-    return {
+# ---- weights of few bits ----
+# What INT8 and E4M3 gain without zeros, which a sparse path with few bits has to beat. And the gate's product alone:
+# what scaling an INT8 product's sums within it saves, and what half of the weights gain, as INT8 that are 2:4, and as
+# 16 bits that are expanded from a bitmap first.
+
+PATHS = ("twell", "int8", "fp8", "twell_int8")
+LOSSY = PATHS[1:]
+TOKENS = (1, 16, 256, 2048, 16384)
+# How far off an output may be, of its norm, or it is not timed: from the exact result, or, where x and the weights are
+# rounded to few bits, from float64 on the rounded values (`off_on_rounded`). From the exact one these may be far off: a
+# drawn x has one large value in each row, which sets the scale of the whole row.
+MOST_OFF = {"twell": 0.01, "int8": 0.01, "fp8": 0.01, "twell_int8": 0.03}
+ROUNDED = {"int8": (int8_linear, torch.int8), "fp8": (fp8_linear, torch.float8_e4m3fn)}
+_COLUMN = 64  # tokens from which on the norm of a column says something of it
+PLAIN, WITHIN, APART = "part: x Wg^T", "part: x Wg^T in INT8, scaled within", "part: x Wg^T in INT8, scaled apart"
+# Of a Wg that was pruned to two of four, in the place of a drawn one.
+TWO_FOUR, EXPANDED = "part: x Wg^T in INT8, Wg 2:4 (cuSPARSELt)", "part: x Wg^T, Wg half zeros, expanded from a bitmap"
+
+
+@torch.no_grad()
+def few_bits_rows(tokens: int, sizes: Sizes = Sizes()) -> list[dict]:
+    """Return rows of kind "few bits": of a layer of which about NNZ neurons fire, on each of PATHS, with the `error` of
+    its output against float64, as a share of its norm; and of the gate's product as in `_parts`. The dense row has
+    `left_out`, {path: why}. WrongResult for an output that is further off than MOST_OFF says, and where ways to compute
+    one product differ."""
+    device = torch.device(sizes.device)
+    layer, xs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", sizes.dtype, device)
+    left_out: dict[str, str] = {}
+    facts: dict[str, dict] = {rows.DENSE: {"left_out": left_out}}
+    calls: rows.Calls = {rows.DENSE: rows.over(layer, xs)}
+    exact = copy.deepcopy(layer).double()(xs[0].double())
+    for name in PATHS:
+        try:
+            if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+                raise DeviceError("FP8 products need compute capability 8.9")
+            call = swapped(layer, Choice(name))
+            y = call(xs[0])
+        except TwellError as refused:
+            left_out[name] = str(refused)
+            continue
+        error = output_error(y, exact)
+        off = off_on_rounded(layer, xs[0], y, *ROUNDED[name]) if name in ROUNDED else {"y": error}
+        for what, by in off.items():
+            if not by <= MOST_OFF[name]:
+                raise clock.WrongResult(f"{what} of {name} is off by {by:.4%} of its norm: nothing was timed")
+        path = f"forced {name}{' (lossy)' * (name in LOSSY)}"
+        calls[path], facts[path] = rows.over(call, xs), {"error": error}
+    parts = {name: rows.over(call, xs) for name, call in _parts(layer.gate_proj.weight, xs[0], left_out).items()}
+    shared = rows.of_layer("few bits", xs[0], sizes.d_ff, f"drawn gated layer, {tokens:,} tokens")
+    return rows.measured(shared, calls, sizes.seconds, facts, tokens=tokens, parts=parts)
+
+
+def _parts(weight: Tensor, x: Tensor, left_out: dict[str, str]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the gate's product in each way, by name, x being rounded and what is packed expanded in the call; what
+    does not run goes to left_out. WrongResult where a result is not that of the same values multiplied otherwise."""
+    gate, pruned = quantise(weight), torch.where(two_four_mask(weight), weight, 0)
+    short, bitmap = quantise(pruned), Bitmap.of(pruned)
+    apart = functools.partial(int8_linear, rows=gate, apart=True)
+    dense = functools.partial(F.linear, weight=weight)
+    parts = {PLAIN: dense, APART: apart, EXPANDED: lambda x: F.linear(x, bitmap.dense())}
+    wanted = {EXPANDED: F.linear(x, pruned)}
+    if has_kernel(x.to(torch.int8), int8.Weight(*gate), x.dtype):
+        parts[WITHIN], wanted[WITHIN] = functools.partial(int8_linear, rows=gate), apart(x)
+    else:
+        left_out[WITHIN] = "the kernel needs a GPU of compute capability 8.0 and 16 bits"
+    try:
+        two_four = functools.partial(two_four_int8, rows=short, packed=packed_two_four(short))
+        two_four(x)
+        parts[TWO_FOUR], wanted[TWO_FOUR] = two_four, int8_linear(x, short, apart=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (TwellError, RuntimeError) as refused:
+        left_out[TWO_FOUR] = str(refused).splitlines()[0][:200]
+    for name, right in wanted.items():
+        if not torch.allclose(parts[name](x).float(), right.float(), rtol=torch.finfo(x.dtype).eps):
+            raise clock.WrongResult(
+                f"{name.removeprefix('part: ')} differs from the same values multiplied otherwise: nothing was timed"
+            )
+    return parts
+
+
+def off_on_rounded(
+    layer: nn.Module, x: Tensor, y: Tensor, linear: Callable[[Tensor, Rows], Tensor], kind: torch.dtype
+) -> dict[str, float]:
+    """Return how far off the three products of a layer without biases are from float64, on values rounded as theirs
+    are: of g, u and y the norm of the error over that of the exact result, for the worst token and, of many tokens, the
+    worst column. g and u are what `linear` gives of x; y, which the layer gave, is compared with what these make of it:
+    an H100 adds products of E4M3 with 13 or 14 bits, so that a tenth of the h = relu(g) u are rounded to a neighbour,
+    6 to 12% away, which moves y by about 1% of its norm, though no product is off by more than 0.2%.
+
+    layer: with the weights before they are rounded. linear: what multiplies rows of this kind."""
+
+    def off(result: Tensor, a: Tensor, b: Rows) -> float:
+        left, right = (part.values.double() * part.scale.double()[:, None] for part in (quantise(a, kind), b))
+        exact, ways = left @ right.t(), (1, 0) if len(y) >= _COLUMN else (1,)
+        wrong, norms = (torch.cat([t.norm(dim=along) for along in ways]) for t in (result.double() - exact, exact))
+        return float(torch.where(wrong == 0, 0, wrong / norms).max())
+
+    gate, up, down = (quantise(part.weight, kind) for part in (layer.gate_proj, layer.up_proj, layer.down_proj))
+    g, u = linear(x, gate), linear(x, up)
+    return {"g": off(g, x, gate), "u": off(u, x, up), "y": off(y, torch.relu(g) * u, down)}
+
+
+def sections(left_out: dict | None = None, sizes: Sizes | None = None) -> rows.Sections:
+    """Return the steps of the record of all comparisons, those of products first."""
+    step, sizes = functools.partial, sizes or sizes_for("cuda")
+    return comparison.sections() | {
         "padding": [step(padding_rows, share, layers, sizes) for layers in LAYERS for share in REAL],
         "experts": [step(experts_rows, experts, sizes) for experts in COUNTS],
         "map": [step(map_rows, share, sizes) for share in SHARES],
+        "few bits": [step(few_bits_rows, tokens) for tokens in TOKENS],
     }

@@ -8,9 +8,8 @@ import functools
 import inspect
 import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from statistics import fmean
 from types import SimpleNamespace
@@ -102,11 +101,10 @@ def model(
     Returns:
         A Record with rows of kind "model_forward" and "model_decode" (tokens: the batch), and "model_training". Beside
         what rows of layers have: `head`, `tokens_per_ms` or `tokens_per_s` of plain calls, `choice` (what the layers
-        run), `error` (of results against a float32 run), `error_over_allowed`, of thresholds `layer_over_allowed`,
-        `layer_error` (of a layer's output against the dense one's, on average, where `paths` were named), `loss` (of
-        forwards with the head, on a text), `weight_bytes`; on a GPU `peak_bytes`, and `mj_per_token` with `mj_spread`
-        (of graphs where there are any). Its notes say under "energy" why there is none, and under "left_out" what does
-        not run here. An interruption (Ctrl-C) ends it with the rows that there are, and the notes name the others.
+        run), `error` (of results against a float32 run), `layer_error` (of a layer's output, on average, where `paths`
+        were named), `loss` (of forwards with the head, on a text), `weight_bytes`; on a GPU `peak_bytes`, and
+        `mj_per_token` (of graphs where there are any). Its notes say under "energy" why there is none, and under
+        "left_out" what does not run here. An interruption (Ctrl-C) ends it with the rows that there are.
 
     Raises:
         InputError: for a model or an argument that is not accepted, a plan of another model, a path that does not take
@@ -158,63 +156,51 @@ class Bench:
         bound = inspect.signature(model).bind(subject, **how)
         bound.apply_defaults()
         asked = SimpleNamespace(**bound.arguments)
-        text, firing, plan, graphs = asked.text, asked.firing, asked.plan, asked.graphs
         self.left_out: dict[str, str] = {} if left_out is None else left_out
-        forced, steps, sizes = _paths(asked.paths), _counts("batches", asked.batches), None
-        if _is_drawn(subject):
-            place = timing.present_device(asked.device)
-            dtype = asked.dtype or timing.dtype_for(place)
-            if dtype not in VALUE_DTYPES:
-                raise InputError(f"dtype is {dtype!r:.80}; bfloat16, float16 and float32 are accepted")
-            firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
-            if not isinstance(firing, FiringProfile | None):
-                raise InputError(f"firing is a {type(firing).__name__}; a FiringProfile or a file's name is accepted")
+        forced, steps = _paths(asked.paths), _counts("batches", asked.batches)
+        if isinstance(subject, ModelConfig) or isinstance(subject, str) and subject in drawn.NAMES:
             sizes = drawn.sizes_of(subject)
-            if place.type == "cpu":  # a GPU says what does not fit
-                drawn.check_room(sizes, dtype, 2 + len(forced))
+            place = timing.present_device(asked.device)
+            make = _drawing(sizes, place, asked.dtype, asked.firing, 2 + len(forced))
             name = f"{subject} " if isinstance(subject, str) else ""
-            about = about or f"drawn {name}Llama{' firing as profiled' * (firing is not None)}"
-            vocabulary, length = sizes.vocabulary, min(sizes.context, LONGEST)
+            about = about or f"drawn {name}Llama{' firing as profiled' * (asked.firing is not None)}"
+            vocabulary, context = sizes.vocabulary, sizes.context
         else:
-            if firing is not None:
-                raise InputError("firing is given, and the model has its own; accepted: a size, such as '2B', or None")
-            dense = Causal(_checked(subject, asked.device, asked.dtype))
-            place, about = next(subject.parameters()).device, about or type(subject).__name__
-            vocabulary, length = dense.vocabulary, min(dense.context, LONGEST)
+            dense = _checked(subject, asked)
+            make, place = lambda: dense, next(dense.model.parameters()).device
+            about, vocabulary, context = about or type(subject).__name__, dense.vocabulary, dense.context
+        length = min(context, LONGEST)
         counts = [length] if asked.tokens is None else _counts("tokens", asked.tokens)
         if wrong := [count for count in counts if count > length and count % length]:
             raise InputError(f"tokens has {wrong[0]}; up to {length} are accepted, or a multiple of it, as sequences")
-        cached = min(CACHED, length) if asked.cached is None else asked.cached
-        if isinstance(cached, bool) or not isinstance(cached, int) or not 2 <= cached <= length:
-            raise InputError(f"cached is {cached!r:.80}; a whole number from 2 to {length}, the context, is accepted")
+        (self.cached,) = _counts("cached", min(CACHED, length) if asked.cached is None else asked.cached, 2, length)
         if not counts + steps:
             raise InputError("tokens and batches are both empty; at least one number is accepted")
-        longest = min(length, max([*counts, *([cached] if steps else [])]))
-        _check_text(text, vocabulary, max([*counts, *(batch * cached for batch in steps)]), longest)
-        on_gpu = place.type == "cuda"
+        self.length = min(length, max([*counts, *([self.cached] if steps else [])]))
+        _check_text(asked.text, vocabulary, max([*counts, *(batch * self.cached for batch in steps)]), self.length)
+        on_gpu, plan = place.type == "cuda", asked.plan
         seconds = (3.0 if on_gpu else 1.0) if asked.seconds is None else asked.seconds
-        self.clocks = Clocks(place, seconds, graphs=graphs)
-        if graphs and not on_gpu:
+        self.clocks = Clocks(place, seconds, graphs=asked.graphs)
+        if asked.graphs and not on_gpu:
             self.left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
-        self.compiled, self.cached, self.length, self.about = asked.compiled, cached, longest, about
-        self.planners = () if plan is not None else (PLANNED, FOR_GRAPHS)[: 1 + (graphs and on_gpu)]
+        self.compiled, self.about = asked.compiled, about
+        self.planners = () if plan is not None else (PLANNED, FOR_GRAPHS)[: 1 + (asked.graphs and on_gpu)]
         by_name = isinstance(plan, str) and plan in PATHS.names()
         self.given: dict[str, Plan | Choice | str | os.PathLike] = {}  # what further models do, by what rows call them
         if plan is not None and not by_name:
             self.given[f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED] = plan
         for path in [plan] * by_name + forced:
             self.given[f"{FORCED}{path if PATHS[path].splits else Choice(path)}"] = path
-        self.fewest = min((n for n in (*counts, longest) if n > 1), default=1)
+        self.fewest = min((n for n in (*counts, self.length) if n > 1), default=1)
         self.classes = sorted({*counts, *steps})
         torch.manual_seed(0)
-        self.dense = dense if sizes is None else Causal(drawn.fired(sizes, place, dtype, firing))
-        self.tokens = Tokens(vocabulary, place, None if text is None else text.long())
+        self.dense = make()
+        self.tokens = Tokens(vocabulary, place, None if asked.text is None else asked.text.long())
         self.layers = feed_forwards(self.dense.model)
         self.cut = [at for at in self.layers if at.cut or at.acts is not None and is_threshold(at.acts)]
         works = [("model_forward", count) for count in counts] + [("model_decode", batch) for batch in steps]
         self.works = [(*work, head) for work in works for head in (True, False)]
         self.sparse: dict[str, Causal] = {}
-        self.covered: dict[str, list[int]] = {}  # the numbers of tokens that planned models were planned for
 
     # ---- the models ----
 
@@ -230,31 +216,23 @@ class Bench:
         windows = [self.tokens.windows(Tokens.PROFILED, 1, self.length)]
         return captured(self.dense.model, windows, [layer.name for layer in self.layers], workloads.PLACES)
 
-    def ready(self, tokens: int, alone: bool = False) -> list[str]:
-        """Return the names of the sparse models that take so many tokens, as rows call them; what is not there yet is
-        made. alone: plan for these tokens alone, not for all that there will be, where no plan covers them yet."""
+    def ready(self, tokens: int) -> list[str]:
+        """Return what rows call the sparse models that take so many tokens; what is not there yet is made."""
         planners = [name for name in self.planners if tokens <= rows.LARGE or name != FOR_GRAPHS]
-        for name in planners:
-            if name not in self.sparse or tokens not in self.covered[name]:
-                self.sparse.pop(name, None)  # its memory, before there is another
-                self.covered[name] = [tokens] if alone else self.classes
-                self._follow(name, self.planned(self.covered[name], name)[0])  # which may not fit
-        for name, plan in self.given.items():
+        for name in (*planners, *self.given):
             if name not in self.sparse:
-                splits = isinstance(plan, str) and plan in PATHS.names() and PATHS[plan].splits
-                self._follow(name, self._split(plan) if splits else plan)
+                plan = self.planned(name) if name in planners else self.given[name]
+                if isinstance(plan, str) and plan in PATHS.names() and PATHS[plan].splits:
+                    plan = self._split(plan)
+                self.sparse[name] = Causal(sparsify(copy.deepcopy(self.dense.model).requires_grad_(False), plan))
         return [*planners, *self.given]
 
-    def planned(self, classes: list[int], name: str = PLANNED) -> tuple[Plan, float]:
-        """Plan the layers for these token counts; returns the plan, and how many seconds it took from a profile on."""
+    def planned(self, name: str) -> Plan:
+        """Plan the layers for all numbers of tokens that there will be."""
         windows = self.tokens.windows(Tokens.PLANNED_ON, 2 * drawn.windows_of(self.length), self.length)
-        firing, batches = self.firing, list(windows.split(max(1, len(windows) // 2)))
-        rows.drain()
-        start, calls = time.perf_counter(), "captured" if name == FOR_GRAPHS else "eager"
-        how = {"tokens": classes, "batches": batches, "calls": calls, "progress": False}
-        plan = planner.plan(firing, self.dense.model, **how)
-        rows.drain()
-        return plan, time.perf_counter() - start
+        calls, batches = "captured" if name == FOR_GRAPHS else "eager", list(windows.split(max(1, len(windows) // 2)))
+        how = {"tokens": self.classes, "batches": batches, "calls": calls, "progress": False}
+        return planner.plan(self.firing, self.dense.model, **how)
 
     def _split(self, path: str) -> Plan:
         """Return a plan of a path that splits neurons, with as many hot ones as should be fastest for most tokens."""
@@ -267,11 +245,7 @@ class Bench:
                 raise InputError(f"{layer.name!r} has {layer.d_ff} neurons, too few for the path {path!r} to split")
             best = min(choices, key=lambda choice: costs.predict(choice, *args)["total"])
             layers.append(LayerPlan.forced(layer, best))
-        return Plan(layers, rates.device, rates.dtype, rates.as_dict())
-
-    def _follow(self, name: str, plan: Plan | Choice | str | os.PathLike) -> None:
-        """Swap the layers of a copy by this plan and call it so."""
-        self.sparse[name] = Causal(sparsify(copy.deepcopy(self.dense.model).requires_grad_(False), plan))
+        return Plan(layers, rates.device, rates.dtype, dict(vars(rates)))
 
     def model_of(self, path: str) -> Causal:
         """Return the model that runs on this path, compiled or not."""
@@ -295,22 +269,22 @@ class Bench:
             else:
                 work = workloads.decode(self.tokens, self.dense, tokens, self.cached, head)
             same = next(self.dense.model.parameters()).dtype == torch.float32
-            return work.expect(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
+            with torch.no_grad():
+                right = work.few(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
+            work.right = compared_part(right)
+            return work
         except (AttributeError, TypeError, LookupError, ValueError) as error:  # caches of other kinds
             if kind == "model_forward":
                 raise
             self.left_out[self.label(kind, tokens)] = f"no step with a static cache: {error}"
             return None
 
-    def rows(
-        self, kind: str, tokens: int, head: bool = True, *, compiled: bool | None = None, alone: bool = False
-    ) -> list[dict]:
-        """Return the rows of a workload, [] where it is left out. compiled: as for `model`, by default as asked for
-        there. alone: as for `ready`."""
+    def rows(self, kind: str, tokens: int, head: bool = True, *, compiled: bool | None = None) -> list[dict]:
+        """Return the rows of a workload, [] where it is left out. compiled: by default as asked for in `model`."""
         with self._if_it_fits(self.label(kind, tokens, head)):
             if (work := self.work(kind, tokens, head)) is None:
                 return []
-            ways = [DENSE, *(sparse := self.ready(tokens, alone))]
+            ways = [DENSE, *(sparse := self.ready(tokens))]
             if self.compiled if compiled is None else compiled:  # which takes long: of two plans that for graphs alone
                 few = [name for name in sparse if name != PLANNED or FOR_GRAPHS not in sparse]
                 ways += [COMPILED, *(f"{name}{COMPILED_TOO}" for name in few)]
@@ -321,10 +295,7 @@ class Bench:
     def measure(self, work: Workload, paths: Iterable[str], clocks: Clocks) -> list[dict]:
         """Return a row for each path of a workload, and each way in which it was timed. Raises timing.WrongResult,
         before anything is timed, where a result is wrong."""
-        calls: Calls = {}
-        for path in paths:
-            compiled = path == COMPILED or path.endswith(COMPILED_TOO)
-            calls[path] = work.makes(self.model_of(path), compiled)
+        calls: Calls = {path: work.makes(self.model_of(path), "compiled" in path) for path in paths}
         facts = self._facts(work, calls)
         shared = self.shared(work.kind, work.tokens, work.label) | {"head": work.head, **work.says}
         return clocks.measure(calls, shared, facts, work.label, self.left_out)
@@ -332,11 +303,19 @@ class Bench:
     def shared(self, kind: str, tokens: int, workload: str) -> dict:
         """Return what all rows of one comparison say."""
         up, nnzs = self.layers[0].up.weight, [layer.mean_nnz for layer in self.firing.layers]
-        sizes = {"tokens": tokens, "d_model": up.shape[1], "d_ff": up.shape[0], "layers": len(self.layers)}
-        sizes |= {"gated": self.layers[0].gate is not None, "nnz": round(fmean(nnzs), 2)}
-        sizes |= {"nnz_layers": [round(nnz, 1) for nnz in nnzs]}
-        sizes |= {"parameters": sum(weight.numel() for weight in self.dense.model.parameters())}
-        return rows.about(kind, up, f"{self.about}, {workload}", **sizes)
+        return rows.about(
+            kind,
+            up,
+            f"{self.about}, {workload}",
+            tokens=tokens,
+            d_model=up.shape[1],
+            d_ff=up.shape[0],
+            layers=len(self.layers),
+            gated=self.layers[0].gate is not None,
+            nnz=round(fmean(nnzs), 2),
+            nnz_layers=[round(nnz, 1) for nnz in nnzs],
+            parameters=sum(weight.numel() for weight in self.dense.model.parameters()),
+        )
 
     def _facts(self, work: Workload, calls: Calls) -> dict[str, dict]:
         """Return what the rows of each path say of its weights, of what each layer does, of its error and loss. The
@@ -353,23 +332,23 @@ class Bench:
         slack = workloads.CUT_SLACK if self.cut else workloads.SLACK
         allowed = workloads.MARGIN * (results[DENSE] - right).norm() + slack * right.norm()
         for name, result in results.items():
-            off = (result - right).norm()
-            facts[name]["error"] = round(float(off / right.norm()), 9)
+            off, said = (result - right).norm(), facts[name]
+            said["error"] = round(float(off / right.norm()), 9)
             if name == DENSE:
                 continue
-            ratio, lossy = float(off / allowed), LOSSY in name or LOSSY in facts[name].get("choice", "")
+            ratio, lossy = float(off / allowed), LOSSY in name or LOSSY in said.get("choice", "")
             if name in self.sparse and (self.cut or name.startswith(FORCED)):
                 errors = layer_errors(self.layers, self.sparse[name].model, self.inputs, work.tokens)
                 if self.cut and not lossy:
-                    facts[name]["layer_over_allowed"] = workloads.check_cut(errors, f"{work.label}: {name}")
+                    said["layer_over_allowed"] = workloads.check_cut(errors, f"{work.label}: {name}")
                 elif errors:
-                    facts[name]["layer_error"] = round(fmean(error for error, _ in errors), 9)
+                    said["layer_error"] = round(fmean(error for error, _ in errors), 9)
             if not ratio <= (sys.float_info.max if lossy else 1.0):
                 raise timing.WrongResult(
                     f"{work.label}: {name}: the {'logits' if work.head else 'results'} are off by {ratio:.3g} times "
                     "what is allowed: nothing was timed"
                 )
-            facts[name]["error_over_allowed"] = round(ratio, 4)
+            said["error_over_allowed"] = round(ratio, 4)
         return facts
 
     def _of_path(self, path: str, tokens: int) -> dict:
@@ -411,16 +390,6 @@ class Bench:
             return self.clocks.measure(calls, shared, facts, "training", self.left_out, captured=False)
         return []
 
-    def plan_rows(self) -> list[dict]:
-        """Return how long plans of the model take from a profile on, when all kernels are compiled."""
-        shared = self.shared("model_plan", self.classes[-1], f"plan of {len(self.classes)} token classes")
-        table = []
-        for name in self.planners:
-            seconds = self.planned(self.classes, name)[1]
-            path = "plan" + name.removeprefix(PLANNED)
-            table.append(rows.row(shared, path, [1e3 * seconds], classes=self.classes))
-        return table
-
     @contextmanager
     def _if_it_fits(self, label: str) -> Iterator[None]:
         """Leave out what does not fit into the GPU's memory."""
@@ -436,11 +405,20 @@ class Bench:
 # ---- what is refused ----
 
 
-def _is_drawn(model) -> bool:
-    return isinstance(model, ModelConfig) or isinstance(model, str) and model in drawn.NAMES
+def _drawing(sizes: ModelConfig, place: torch.device, dtype, firing, copies: int) -> Callable[[], Causal]:
+    """Return what draws a model, of which there will be so many copies."""
+    dtype = dtype or timing.dtype_for(place)
+    if dtype not in VALUE_DTYPES:
+        raise InputError(f"dtype is {dtype!r:.80}; bfloat16, float16 and float32 are accepted")
+    firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
+    if not isinstance(firing, FiringProfile | None):
+        raise InputError(f"firing is a {type(firing).__name__}; a FiringProfile or a file's name is accepted")
+    if place.type == "cpu":  # a GPU says what does not fit
+        drawn.check_room(sizes, dtype, copies)
+    return lambda: Causal(drawn.fired(sizes, place, dtype, firing))
 
 
-def _checked(model, device, dtype) -> nn.Module:
+def _checked(model, asked: SimpleNamespace) -> Causal:
     """Return the model, if it can be measured as it is. InputError otherwise."""
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
@@ -449,6 +427,9 @@ def _checked(model, device, dtype) -> nn.Module:
             f"{', '.join(drawn.NAMES)}"
         )
     check_model(model)
+    for name in ("firing", "device", "dtype"):
+        if getattr(asked, name) is not None:
+            raise InputError(f"{name} is given, and the model has its own; accepted: a size, such as '2B', or None")
     kind = type(model).__name__
     if swapped := sum(isinstance(module, SparseFFN) for module in model.modules()):
         raise InputError(
@@ -456,37 +437,32 @@ def _checked(model, device, dtype) -> nn.Module:
             "model; accepted: tl.densify(model), with plan=... for what the layers did"
         )
     kinds = {(weight.dtype, weight.device) for weight in model.parameters()}
-    places = {place for _, place in kinds}
-    if len(places) != 1 or any(of not in VALUE_DTYPES or place.type == "meta" for of, place in kinds):
+    if len({place for _, place in kinds}) != 1 or any(
+        of not in VALUE_DTYPES or place.type == "meta" for of, place in kinds
+    ):
         names = ", ".join(sorted(f"{of} on {place}" for of, place in kinds)) or "no kind"
         raise InputError(f"{kind} has parameters of {names}; accepted: {VALUE_DTYPES}, all on one device")
-    Causal(model)
-    first = next(model.parameters())
-    place = first.device if device is None else timing.present_device(device)
-    if place.type != first.device.type or place.index not in (None, first.device.index):
-        raise InputError(f"device is {place}, and the model's is {first.device}: move it first; None is accepted")
-    if dtype not in (None, first.dtype):
-        raise InputError(f"dtype is {dtype}, and the model's is {first.dtype}: convert it first; None is accepted")
+    causal = Causal(model)
     feed_forwards(model)
     raise_all([f"{name}: {reason}" for name, reason in survey(model)[1].items()])
     if any(module.training for module in model.modules()):
         raise InputError(f"{kind} is in training mode; accepted: model.eval()")
-    return model
+    return causal
 
 
 def _paths(names) -> list[str]:
-    listed = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
+    listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
     for name in listed:
         if name not in PATHS.names():
             raise InputError(f"paths has {name!r:.80}; accepted: {', '.join(map(repr, PATHS.names()))}")
     return list(dict.fromkeys(listed))
 
 
-def _counts(name: str, values) -> list[int]:
+def _counts(name: str, values, least: int = 1, most: int = 2**31 - 1) -> list[int]:
     listed = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [values]
     for value in listed:
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise InputError(f"{name} has {value!r:.80}; whole numbers from 1 up are accepted")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise InputError(f"{name} has {value!r:.80}; whole numbers from {least} to {most} are accepted")
     return list(dict.fromkeys(listed))
 
 
@@ -502,6 +478,7 @@ def _check_text(text, vocabulary: int, most: int, length: int) -> None:
             f"text has {len(text):,} tokens, fewer than one batch needs: the largest workload takes {most:,}, and "
             f"as many others are profiled; accepted: {needed:,} or more, or smaller tokens and batches"
         )
-    if not 0 <= int(text.min()) <= int(text.max()) < vocabulary:
-        wrong = int(text.min()) if text.min() < 0 else int(text.max())
+    least, most = int(text.min()), int(text.max())
+    if least < 0 or most >= vocabulary:
+        wrong = least if least < 0 else most
         raise InputError(f"text has the token {wrong}; accepted: token numbers from 0 to {vocabulary - 1}")

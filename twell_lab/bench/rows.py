@@ -73,36 +73,44 @@ def row(
     """Return one row: the median and spread of the samples, in milliseconds, and how many times as fast that is as the
     dense layer and as the compiled one, where their medians are given. facts: what else the row says."""
     ms, spread = clocks.quartiles(samples)
-    beside = {"dense_ms": dense_ms, "x_dense": None if dense_ms is None else dense_ms / ms}
+    taken = {"path": path, "ms": ms, "spread": spread, "dense_ms": dense_ms}
+    taken["x_dense"] = None if dense_ms is None else dense_ms / ms
     if compiled_ms is not None:
-        beside["x_compiled"] = compiled_ms / ms
-    taken = {"path": path, "ms": ms, "spread": spread, **beside}
-    return {**shared, **taken, **facts, "samples": [round(sample, 6) for sample in samples]}
+        taken["x_compiled"] = compiled_ms / ms
+    return {**shared, **taken, **facts, "samples": _short(samples)}
+
+
+def _short(samples: list[float]) -> list[float]:
+    return [round(sample, 6) for sample in samples]
 
 
 def table(
-    shared: dict, samples: Samples, facts: dict[str, dict] | None = None, bursts: Bursts | None = None
+    shared: dict,
+    samples: Samples,
+    facts: dict[str, dict] | None = None,
+    bursts: Bursts | None = None,
+    base: str | None = DENSE,
 ) -> list[dict]:
     """Return a row for each path. A path that was run in another way, as "twell (graph)", is compared with the dense
     layer that was run in the same way; a part of a layer ("part: pack") with nothing.
 
     shared: what all rows say. facts: what else the rows of a path say, in whatever way it was run. bursts: times of
     plain calls, for the paths that have them, whose rows get `wall_ms`, `wall_spread`, `wall_samples`, `dense_wall_ms`
-    and `host_us`."""
+    and `host_us`. base: the path that others are compared with; None: they are not."""
     medians, lines = {path: clocks.quartiles(values)[0] for path, values in samples.items()}, []
     for path, values in samples.items():
         name = path.partition(" (graph")[0].partition(" (cold")[0]
         how = path[len(name) :]
-        dense = None if path.startswith("part: ") else medians[DENSE + how]
-        compiled = None if how or dense is None else medians.get(COMPILED)
+        beside = None if base is None or path.startswith("part: ") else base + how
+        compiled = medians.get(COMPILED) if beside == base else None
         said = dict((facts or {}).get(name, {}))
         if bursts and path in bursts:
             host, wall = bursts[path]
             said["wall_ms"], said["wall_spread"] = clocks.quartiles(wall)
-            said["dense_wall_ms"] = clocks.quartiles(bursts[DENSE + how][1])[0]
-            said["host_us"] = 1e3 * clocks.quartiles(host)[0]
-            said["wall_samples"] = [round(sample, 6) for sample in wall]
-        lines.append(row(shared, path, values, dense, compiled, **said))
+            if beside:
+                said["dense_wall_ms"] = clocks.quartiles(bursts[beside][1])[0]
+            said |= {"host_us": 1e3 * clocks.quartiles(host)[0], "wall_samples": _short(wall)}
+        lines.append(row(shared, path, values, medians[beside] if beside else None, compiled, **said))
     return lines
 
 
@@ -167,27 +175,27 @@ def _clock_cpu(calls: Calls, seconds: float) -> tuple[Samples, Bursts]:
 
 
 def measured(
-    shared: dict, calls: Calls, device: torch.device, seconds: float, facts: dict[str, dict] | None = None, **how
+    shared: dict, calls: Calls, seconds: float = 2.0, facts: dict[str, dict] | None = None, base=DENSE, **how
 ) -> list[dict]:
-    """Return the rows of `table` of these calls, timed as `clocked` does."""
-    samples, bursts = clocked(calls, device, seconds, **how)
-    return table(shared, samples, facts, bursts)
+    """Return the rows of `table` of these calls, timed as `clocked` does on the device that `shared` names."""
+    samples, bursts = clocked(calls, torch.device("cpu" if shared["device"] == "CPU" else "cuda"), seconds, **how)
+    return table(shared, samples, facts, bursts, base)
 
 
 def timed(shared: dict, calls: Calls, facts: dict[str, dict], *, seconds: float = 2.0, **how) -> list[dict]:
-    """Return the rows of `table` of these calls. On a GPU they hold times of the device and of plain calls, and the
-    peak memory of a call; on a CPU, for about so many `seconds`, times of warm calls and of calls that find nothing in
-    the caches ("NAME (cold)"). how: as for `clocked`."""
-    if shared["device"] == "CPU":
-        samples = clocks.time_cpu(calls, seconds / 2)
-        samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
-        return [
-            row | {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]}
-            for row in table(shared, samples, facts)  # a CPU has one clock
-        ]
-    samples, bursts = clocked(calls, torch.device("cuda"), tokens=shared["tokens"], **how)
-    peaks = {path: {"peak_bytes": clocks.peak_bytes(call)} for path, call in calls.items()}
-    return [row | peaks.get(row["path"], {}) for row in table(shared, samples, facts, bursts)]
+    """Return the rows of `table` of these calls. On a GPU they are those of `measured`, with the peak memory of a call;
+    on a CPU, for about so many `seconds`, times of warm calls and of calls that find nothing in the caches
+    ("NAME (cold)"). how: as for `clocked`."""
+    if shared["device"] != "CPU":
+        made = measured(shared, calls, seconds, facts, tokens=shared["tokens"], **how)
+        peaks = {path: {"peak_bytes": clocks.peak_bytes(call)} for path, call in calls.items()}
+        return [row | peaks.get(row["path"], {}) for row in made]
+    samples = clocks.time_cpu(calls, seconds / 2)
+    samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
+    return [
+        row | {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]}
+        for row in table(shared, samples, facts)  # a CPU has one clock
+    ]
 
 
 def check_seconds(seconds: float | None) -> None:

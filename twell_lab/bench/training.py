@@ -1,9 +1,9 @@
 """The record `training`: forward and backward of one layer, L1 on, on each path beside torch's, and whole steps of a
-model.
+model; and `host-time`: what plain calls cost the host.
 
 Outputs and gradients are compared with float64 before any clock starts: the norm of the error may be at most twice that
-of torch's dense layer. Times are as of bench.forward. peak_bytes: the most that one call holds beyond what was there
-before, its output and all gradients included."""
+of torch's dense layer. peak_bytes: the most that one call holds beyond what was there before, its output and all
+gradients included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from torch.nn.functional import linear
 
 from ..analysis import switching
 from ..analysis.profile import profile
+from ..layers.choice import one_of_each
 from ..layers.find import feed_forwards
+from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import DENSE as LEARNS_DENSE
 from ..layers.terms import SPARSE, LayerTerm, layer_terms, light_and_heavy
 from ..models.swap import sparsify
@@ -42,13 +44,13 @@ MOST = 20  # steps in a burst: a step launches some thirty kernels
 
 
 def dense_layer(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """(y, l1) by torch's own operations; l1 is the mean over tokens of sum |h|."""
+    """Return (y, l1) by torch's own operations; l1 is the mean over tokens of sum |h|."""
     h = rows.dense_hidden(x, gate, up)
     return linear(h, down), h.abs().sum(dtype=torch.float32) / len(x)
 
 
 def our_layer(path: str):
-    """The same through twell_lab.ops.train."""
+    """Return the same layer through twell_lab.ops.train."""
 
     def layer(x, gate, up, down):
         y, l1, _ = train.train_ffn(x, gate, up, down, path=path)
@@ -64,7 +66,7 @@ def _compiled(path: str):
 
 
 def step_of(layer, weights: Sequence[Tensor | None], inputs: list[Tensor], grads: list[Tensor]):
-    """A call of one forward and backward pass: turn -> (y, dx, gradients of the weights that are there)."""
+    """Return a call of one forward and backward pass: turn -> (y, dx, gradients of the weights that are there)."""
     l1 = torch.full((), L1, device=inputs[0].device)
     asked = [w for w in weights if w is not None]
 
@@ -106,8 +108,8 @@ def exact(weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L
 
 
 def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
-    """The path that `switching` chooses for a layer in which so many neurons fire at each token: what "planned" means
-    in these rows. fired: [tokens]; first: the weight [d_ff, d_model] that decides it."""
+    """Return the path that `switching` chooses for a layer in which so many neurons fire at each token: what "planned"
+    means in these rows. fired: [tokens]; first: the weight [d_ff, d_model] that decides it."""
     d_ff, d_model = first.shape
     nnz = fired.float().mean()
     spent = switching.cost(LayerTerm("", nnz, nnz, None, *light_and_heavy(fired, d_ff)), first)
@@ -116,7 +118,7 @@ def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
 
 
 def step_rows(case: Case) -> list[dict]:
-    """Rows of a training step of a case's layer on every path."""
+    """Return the rows of a training step of a case's layer on every path."""
     if case.graphs:  # these cases have many shapes, and a function is compiled for eight at most
         torch._dynamo.reset()
     layer, inputs, _ = case.draw()
@@ -151,9 +153,8 @@ def step_rows(case: Case) -> list[dict]:
 
 
 def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[dict]:
-    """Return rows of whole training steps of a model on `batch` windows: all layers dense, each as the trainer would
-    choose, and all sparse. name: of the workload, after "whole step". The gates have biases with which about `nnz`
-    neurons fire at a token."""
+    """Return rows of whole training steps of a model on `batch` windows, in which about `nnz` neurons fire at a token:
+    all layers dense, each as the trainer would choose, and all sparse. name: of the workload, after "whole step"."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     device = clocks.present_device(None)
@@ -181,7 +182,7 @@ def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[d
     for path in ("planned", "planned compiled", "planned, compiled by layer"):
         facts[path]["choice"] = choice
     sizes = {"tokens": ids[0].numel(), **rows.sizes_of(config), "context": config.context, "nnz": round(fired, 2)}
-    sizes["parameters"] = sum(p.numel() for p in dense.parameters())
+    sizes["parameters"] = sum(weight.numel() for weight in dense.parameters())
     shared = rows.about("training", next(dense.parameters()), f"whole step, {name}", **sizes)
     return rows.timed(shared, calls, facts, rounds=10)
 
@@ -244,3 +245,54 @@ SECTIONS: rows.Sections = {
     "whole step": [partial(model_rows, HALF_BILLION, 30, 8, "8 layers")],
     "whole step, the sweep's model": [partial(model_rows, SWEPT, nnz, 64, "the sweep's model") for nnz in (42, 20)],
 }  # the latter as with L1 1e-4 and 2e-4
+
+# ---- host time ----
+
+HOST_TOKENS, HOT, ROUNDS = (1, 16, 256, 2048, 16384), 512, 60
+
+
+def host_rows(case: Case) -> list[dict]:
+    """Return the time until a call returns (`ms`) and until its result is there (`wall_ms`) of a gated layer on each
+    path: a forward pass without gradients, and a forward and backward pass. The GPU is idle before each call: `ms` is
+    what Python, torch, the allocator and the driver take, and where the two are nearly equal, a faster kernel gains
+    nothing."""
+    layer, inputs, _ = case.draw()
+    with torch.no_grad():  # each path has a layer of its own, whose weights lie as it reads them
+        sparse = {
+            str(choice): SparseFFN.from_module(copy.deepcopy(layer), plan=choice)
+            for choice in one_of_each(case.d_ff, HOT)
+        }
+        for call in sparse.values():
+            rows.check(layer, call, inputs)
+        calls = {name: rows.over(call, inputs) for name, call in {DENSE: layer, **sparse}.items()}
+        made = _host_rows(layer, inputs, "forward", calls)
+    layer.train().requires_grad_(True)
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    grads = [torch.randn_like(x) for x in inputs]
+
+    def step(call: nn.Module, turn: int) -> list[Tensor]:
+        x, dy = inputs[turn % len(inputs)], grads[turn % len(inputs)]
+        y = call(x)
+        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+
+    learners = {path: SparseFFN.from_module(layer) for path in train.PATHS}
+    for path, learner in learners.items():
+        learner.learn(path)
+    steps = {name: partial(step, call) for name, call in {DENSE: layer, **learners}.items()}
+    weights = [projection.weight for projection in (layer.gate_proj, layer.up_proj, layer.down_proj)]
+    dense, right = steps[DENSE](0), exact(weights, inputs[0].detach(), grads[0], l1=0.0)
+    for path in train.PATHS:
+        check(steps[path](0), dense, right)
+    return made + _host_rows(layer, inputs, "forward and backward", steps)
+
+
+def _host_rows(layer: nn.Module, inputs: list[Tensor], what: str, calls: rows.Calls) -> list[dict]:
+    for call in calls.values():
+        for turn in range(5):
+            call(turn)
+    bursts = clocks.time_bursts(calls, rows.drain, rounds=ROUNDS, count=1, warm=0)
+    shared = rows.describe("host", inputs, layer.gate_proj.weight, what) | {"gated": True}
+    return rows.table(shared, {path: host for path, (host, _) in bursts.items()}, bursts=bursts)
+
+
+HOST: rows.Sections = {"host": [partial(host_rows, Case(count)) for count in HOST_TOKENS]}

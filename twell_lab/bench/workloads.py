@@ -3,12 +3,10 @@ results are looked at, and the clocks.
 
 Before any clock starts, results are compared: those of a sparse model may be no further from a float32 run than those
 of the dense model in the same dtype are (MARGIN, SLACK). Where layers have thresholds, at which two right computations
-keep or drop other values, each layer and the whole model may be off by CUT_SLACK. `error` says how far
-results are from the float32 run, as a share of its norm, and `loss` the cross-entropy of the next token in nats, of a
-text with all its logits. What a drawn model makes of an error in its layers says little of a trained one: so rows of a
-path that was forced have `layer_error` too, how far the output of a layer is off on average. On a GPU `gpu_ms`, beside
-the times of plain calls, is the time of the same call as a CUDA graph: events around a call that waits for the host
-hold the waiting too."""
+keep or drop other values, each layer and the whole model may be off by CUT_SLACK. What a drawn model makes of an error
+in its layers says little of a trained one: so rows of a path that was forced have `layer_error` too. On a GPU `gpu_ms`,
+beside the times of plain calls, is the time of the same call as a CUDA graph: events around a call that waits for the
+host hold the waiting too."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock as timing
 from . import energy, rows
 from .causal import Causal
-from .rows import DENSE, Calls
+from .rows import Calls
 
 # What is allowed: the dense model's own error, with what two equally good runs may differ by chance, and so much of the
 # result's norm; the latter for a model with thresholds, and for each of its layers, of few rows that keep few values;
@@ -71,9 +69,8 @@ class Workload:
     """Something that a model computes, again and again.
 
     kind, tokens, label, head: what rows say of it; `says` what else they do. makes: (model, compiled) -> a call that
-    takes the number of its turn. few: the same on a few of the inputs, to be compared, for the model in float32. read:
-    token ids [sequences, length] of a text, whose loss the results of the first turn have; or None. right: what `few`
-    gives of that model."""
+    takes the number of its turn. few: the same on a few of the inputs, to be compared; right: what it gives of the
+    model in float32. read: token ids [sequences, length] of a text, whose loss the first results have; or None."""
 
     kind: str
     tokens: int
@@ -84,12 +81,6 @@ class Workload:
     says: dict = field(default_factory=dict)
     read: Tensor | None = None
     right: Tensor | None = None
-
-    @torch.no_grad()
-    def expect(self, exact: Causal) -> Workload:
-        """Keep what the model in float32 gives, to compare others with."""
-        self.right = compared_part(self.few(exact))
-        return self
 
 
 def forward(tokens: Tokens, sequences: int, length: int, head: bool = True) -> Workload:
@@ -152,10 +143,15 @@ def first_results(calls: Calls, label: str, left_out: dict[str, str]) -> Iterato
         except Exception as error:  # dynamo and the compilers behind it raise their own kinds
             if "compiled" not in name or isinstance(error, torch.OutOfMemoryError):
                 raise
-            left_out[f"{label}, {name}"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+            left_out[f"{label}, {name}"] = f"{type(error).__name__}: {first_line(error)}"
             del calls[name]
         else:
             yield name, result
+
+
+def first_line(error: Exception) -> str:
+    """Return how an error's message begins."""
+    return str(error).strip().partition("\n")[0][:200]
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> float:
@@ -244,7 +240,7 @@ class Clocks:
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
-                left_out[f"{label}, as CUDA graphs"] = f"{str(error).strip().partition(chr(10))[0]:.200}"
+                left_out[f"{label}, as CUDA graphs"] = first_line(error)
         return clocked()
 
     def spent(self, paths: list[str], calls: Calls, tokens: int) -> dict[str, dict]:
@@ -281,27 +277,3 @@ class Clocks:
             if self.device.type == "cuda" and path in calls:
                 row["peak_bytes"] = timing.peak_bytes(calls[path])
         return table
-
-
-@torch.no_grad()
-def variant_rows(
-    kind: str,
-    label: str,
-    models: dict[str, Causal],
-    facts: dict[str, dict],
-    tokens: Tokens,
-    batch: int,
-    *,
-    cached: int,
-    nnz: float,
-    seconds: float,
-) -> list[dict]:
-    """Return rows of this kind of a step of decoding, of models that compute different things, with what their rows say
-    (`facts`); `rows.DENSE` is one of them, and they are models of this project of the same sizes. cached: as for
-    `decode`. nnz: the mean of the rows. seconds: that a CPU is timed."""
-    dense, work = models[DENSE].model, decode(tokens, models[DENSE], batch, cached)
-    calls: Calls = {name: work.makes(model, False) for name, model in models.items()}
-    sizes = {"tokens": batch, **rows.sizes_of(dense.config), "nnz": round(nnz, 2), **work.says}
-    sizes["parameters"] = sum(weight.numel() for weight in dense.parameters())
-    shared = rows.about(kind, next(dense.parameters()), label.format(work.label), **sizes)
-    return rows.measured(shared, calls, tokens.device, seconds, facts, tokens=batch, rounds=15)

@@ -82,30 +82,37 @@ def legend_key(figure: go.Figure, name: str, colour: str) -> go.Figure:
     return figure.add_scatter(x=[None], y=[None], mode="markers", marker=marker, name=name)
 
 
-def note(figure: go.Figure, text: str, **looks) -> go.Figure:
-    """Write a text into the middle of a figure that has nothing to show."""
-    return figure.add_annotation(text=text, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False, **looks)
-
-
 def nothing(title: str) -> go.Figure:
     """A figure that says that this checkout has no record for it."""
-    figure = note(go.Figure(), "nothing is recorded in this checkout")
+    figure, place = go.Figure(), {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
+    figure.add_annotation(text="nothing is recorded in this checkout", **place)
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     return plots.styled(figure, title, height=160)
 
 
-def box(figure: go.Figure, x: float, y: float, wide: float, high: float, fill: str, text: str = "", **looks) -> None:
+def box(
+    figure: go.Figure, x: float, y: float, wide: float, high: float, fill: str, text: str = "", framed=False, **looks
+) -> None:
     """Draw a rectangle from its lower left corner, with a text in its middle. looks: other options of `say`."""
-    line = {"color": "white", "width": 1}
+    line = {"color": plots.INK, "width": 2.5} if framed else {"color": "white", "width": 1}
     figure.add_shape(type="rect", x0=x, x1=x + wide, y0=y, y1=y + high, fillcolor=fill, line=line)
     if text:
         say(figure, x + wide / 2, y + high / 2, text, **looks)
 
 
-def say(figure: go.Figure, x: float, y: float, text: str, anchor: str = "center", size: int = 12, **looks) -> go.Figure:
+def say(
+    figure: go.Figure,
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "center",
+    size: int = 12,
+    colour: str = plots.INK,
+    **looks,
+) -> go.Figure:
     """Write a text around a point; anchor "left": to the right of it. looks: other options of plotly's annotation."""
-    font = {"size": size, "color": plots.INK}
+    font = {"size": size, "color": colour}
     return figure.add_annotation(x=x, y=y, text=text, showarrow=False, xanchor=anchor, align=anchor, font=font, **looks)
 
 

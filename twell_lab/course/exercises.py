@@ -29,14 +29,13 @@ from .conversion import checks as conversion
 from .first_kernels import checks as first_kernels
 from .hopper import checks as hopper
 from .hopper import tile as hopper_tile
-from .hopper.calls import timeline
 from .measure import checks as start
 from .measure import zeros_checks
 from .own_model import checks as own_model
 from .packing import checks as packing
 from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
-from .roofline.data import pool_table, waves
+from .roofline.data import pool_table, turns
 from .sparsity_map import checks as sparsity_map
 from .sparsity_map import data as sparsity_map_data
 from .speedups.data import amdahl, crossing, layer_needed, share_from
@@ -172,7 +171,7 @@ def _turns(answer) -> str:
     ]
     cases += [(int(torch.randint(1, 50000, ())), int(torch.randint(8, 20000, ()))) for _ in range(3)]
     for tokens, d_ff in cases:
-        same(answer(tokens, d_ff), waves(tokens, d_ff)[0], f"turns({tokens}, {d_ff})")
+        same(answer(tokens, d_ff), turns(tokens, d_ff), f"turns({tokens}, {d_ff})")
     return "tiles at the edges count whole, and so does the last turn."
 
 
@@ -182,7 +181,7 @@ def _wall_time(answer) -> str:
         kernels = torch.randint(0, 40, (int(torch.randint(1, 9, ())),)).tolist()
         cases.append((int(torch.randint(1, 30, ())), kernels))
     for launch, kernels in cases:
-        same(answer(launch, list(kernels)), timeline(launch, kernels)[1], f"wall_time({launch}, {kernels})")
+        same(answer(launch, list(kernels)), hopper_tile.wall_time(launch, kernels), f"wall_time({launch}, {kernels})")
     return "a kernel waits for its launch and for the kernel before it, whichever is later."
 
 
@@ -339,9 +338,9 @@ THEIRS: dict[str, tuple[Callable, ...]] = {
     "sum_place": (hopper_tile.sums,),
     "neuron_at": (hopper_tile.neuron_at,),
     "l2_bytes": (hopper_tile.l2_bytes,),
-    "turns": (waves,),
+    "turns": (turns,),
     "pool_starts": (pool_table,),
-    "wall_time": (timeline,),
+    "wall_time": (hopper_tile.wall_time,),
     "occupied": (choosing_data.occupied,),
     "without_padding": (padding.unpadded, padding.remove_padding, padding.add_padding),
     "hot_neurons": (choosing_data.hot_neurons,),

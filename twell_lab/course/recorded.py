@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import torch
 
@@ -63,27 +64,17 @@ def select(rows: list[dict], kind: str = "inference", nnz: float | None = None, 
     ]
 
 
+def crossed(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return the two neighbouring nnz between which something stops being as fast as dense; None where it never does.
+
+    points: (nnz, times as fast as dense)."""
+    neighbours = pairwise(sorted(points))
+    return next(((low, high) for (low, before), (high, after) in neighbours if before >= 1 > after), None)
+
+
 def sources(rows: list[dict]) -> str:
     """Where rows come from: each different `where`, once."""
     return "; ".join(dict.fromkeys(row["where"] for row in rows))
-
-
-def short(where: str) -> str:
-    """A row's `where` in few words, for a line that is printed."""
-    return where.replace("; stale: code has changed since", ", stale")
-
-
-def extremes(what: str, rows: list[dict], at: Callable[[dict], str], called: str) -> str:
-    """The lowest and the highest `x` (times as fast as dense) of rows, and how many are below LEAST, in a sentence.
-
-    what: its subject. at: names a row. called: what to call rows, in the plural.
-    """
-    low, high = (pick(rows, key=lambda row: row["x"]) for pick in (min, max))
-    below = sum(row["x"] < LEAST for row in rows)
-    return (
-        f"{what}, {low['where']}: from {low['x']:.2f} times as fast as dense ({at(low)}) to {high['x']:.2f} "
-        f"({at(high)}), below {LEAST} in {below} of {len(rows)} {called}."
-    )
 
 
 def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:

@@ -110,7 +110,7 @@ class TwELL(Format):
 
     @property
     def slots(self) -> int:
-        """Values a tile can hold: its words less the count."""
+        """Values that a tile can hold."""
         return self.words - 1
 
     @property
@@ -140,9 +140,8 @@ def split_words(words: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def tail_of(x: Tensor, keep: Tensor, slots: int, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the tiles of x cannot hold, if `keep` says which values are kept; both are [rows, columns].
-
-    That is, row by row: how many in each row, int64 [rows]; their columns within the matrix, int32; their values."""
+    """Return what the tiles of x cannot hold, if `keep` says which values are kept, both [rows, columns]: how many in
+    each row, int64 [rows]; their columns within the matrix, int32, row by row; and their values."""
     tiled = _tiled(keep, tile)
     late = (tiled & (tiled.cumsum(2, dtype=torch.int32) > slots)).flatten(1)[:, : x.shape[1]]
     row, column = late.nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""What the activation of a feed-forward layer is, and which one kernels compute in its place, told by what it gives."""
+"""What the activation of a feed-forward layer is, and which one kernels compute in its place, by what it gives."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def is_squared(activation) -> bool:
 
 
 def is_threshold(activation) -> bool:
-    """Return whether the activation keeps what lies above a threshold from 0 up as it is, and nothing else: FATReLU
-    (ProSparse, arXiv 2402.13516; MiniCPM-S), by the name of its class and by what it gives; or torch.nn.Threshold. Also
-    whether it is an activation with a threshold of ours, which keeps negative values too (layers.lossy)."""
+    """Return whether the activation has a threshold: FATReLU (ProSparse, arXiv 2402.13516; MiniCPM-S), by the name of
+    its class and by what it gives; torch.nn.Threshold that gives the same; or one of layers.lossy, which keeps negative
+    values too."""
     if isinstance(activation, ThresholdedActivation):
         return True
     bound = getattr(activation, "threshold", None)
@@ -64,14 +64,13 @@ def _gives(activation: Callable[[Tensor], Tensor], x: Tensor, wanted: Tensor) ->
 
 
 def computes(activation, gated: bool) -> bool:
-    """Return whether a sparse layer computes this activation: ReLU, in plain layers its square, relu(u) * u, and one
-    with a threshold, which kernels compute if `kernel_activation` knows it."""
+    """Return whether a sparse layer computes this activation: ReLU, in plain layers its square, and a threshold."""
     return is_relu(activation) or not gated and is_squared(activation) or is_threshold(activation)
 
 
 def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:
-    """Return what a kernel that reads the weights of kept inputs alone computes of a layer with thresholds on its
-    inputs; None where it has none, or there is no such kernel for its activation."""
+    """Return what the kernel that reads the weights of kept inputs alone computes of a layer; None where it has no
+    thresholds on its inputs, or an activation that this kernel does not have."""
     if cut is None or both or is_squared(acts):
         return None
     from ..ops.kept_inputs import Kept
@@ -87,12 +86,9 @@ def kernel_activation(
     like: Tensor | None = None,
     cut: Cut | None = None,
 ) -> Activation | None:
-    """Return the activation of a layer as kernels compute it that skip silent neurons; None where none does. both:
-    whether up goes through it too. cut: thresholds on the layer's inputs, which these kernels do not have.
-
-    A squared ReLU counts as a ReLU: its layer is relu(u) * u. like: a tensor with the type and device of the values;
-    whether a threshold that lies between two of them is rounded is up to torch's operation there, so it is asked which
-    of them are kept. Without one: float32 on a CPU."""
+    """Return the activation of a layer as kernels compute it that skip silent neurons; None where none does, as with
+    thresholds on the layer's inputs (cut). both: whether up goes through it too. A squared ReLU counts as a ReLU: its
+    layer is relu(u) * u. like: a tensor with the type and device of the values; without one, float32 on a CPU."""
     if cut is not None:
         return None
     if is_relu(acts) or is_squared(acts):
@@ -108,7 +104,8 @@ def kernel_activation(
 
 @torch.no_grad()
 def _above(activation: Callable[[Tensor], Tensor], bound: float, gated: bool, like: Tensor | None) -> Activation | None:
-    """Return the one that keeps what lies above the greatest value that this one does not keep."""
+    """Return the one that keeps what lies above the greatest value that this one does not keep: whether a threshold
+    between two values is rounded is up to torch's operation there."""
     kind = {"dtype": torch.float32, "device": "cpu"}
     if like is not None and not like.is_meta and not hasattr(like, "fake_mode"):
         kind = {"dtype": like.dtype, "device": like.device}

@@ -1,5 +1,4 @@
-"""What a layer does at each number of tokens: a Choice of path, and the LayerPlan that has one for each class of token
-counts, with what was weighed."""
+"""What a layer does at each number of tokens: a Choice of path, and the LayerPlan with one for each class of counts."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ def one_of_each(d_ff: int, hot: int) -> list[Choice]:
 class Candidate:
     """A choice that was weighed for up to `tokens` tokens at once; times in microseconds, None where not timed.
 
-    measured_us: of a call on the plan's clock; dense_us: of the layer as torch computes it, timed beside. timed_on: the
-    layer that was timed, this one or one like it."""
+    dense_us: of the layer as torch computes it, timed beside. timed_on: the layer that was timed, this or one like
+    it."""
 
     tokens: int
     path: str
@@ -71,10 +70,7 @@ class Candidate:
     dense_us: float | None = None
     timed_on: str | None = None
 
-    @property
-    def choice(self) -> Choice:
-        """The path, with its hot neurons."""
-        return Choice(self.path, self.hot)
+    choice = property(lambda self: Choice(self.path, self.hot), doc="The path, with its hot neurons.")
 
 
 @dataclass(frozen=True)
@@ -82,10 +78,9 @@ class LayerPlan:
     """The plan of one layer.
 
     profiled: at how many tokens its neurons were watched; neuron_counts: at how many of them each of the d_ff neurons
-    fired. candidates: what was weighed; of each class of token counts exactly one is chosen. A class is named by its
-    largest count: classes 1, 64 and 2048 hold 1, 2 to 64, and 65 to 2048 tokens, and the last one all beyond.
-
-    Raises InputError for other numbers of counts and of chosen candidates, and for a choice that does not fit d_ff."""
+    fired. candidates: what was weighed; of each class of token counts exactly one is chosen, else InputError. A class
+    is named by its largest count: classes 1, 64 and 2048 hold 1, 2 to 64, and 65 to 2048 tokens, and the last one all
+    beyond."""
 
     name: str
     d_model: int
@@ -112,8 +107,8 @@ class LayerPlan:
 
     @classmethod
     def forced(cls, layer, choice: Choice) -> LayerPlan:
-        """Make a plan of one choice for every token count, for comparing paths. layer: the LayerProfile or LayerPlan
-        that says how often the neurons fire."""
+        """Make a plan of one choice for every token count. layer: the LayerProfile or LayerPlan that says how often the
+        neurons fire."""
         profiled = layer.profiled if isinstance(layer, LayerPlan) else layer.tokens
         counts = tuple(torch.as_tensor(layer.neuron_counts).tolist())
         only = Candidate(1, choice.path, choice.hot, 0.0, None, True, "forced")
@@ -130,17 +125,10 @@ class LayerPlan:
 
     @property
     def unchanged(self) -> bool:
-        """Return whether the layer can stay as the model has it: dense for every count, and no faster by our dense
-        path."""
+        """Return whether the layer can stay as the model has it: dense everywhere, and no faster by our dense path."""
         rows = [row for row in self.candidates if row.chosen]
         gains = any(row.measured_us * MARGIN <= row.dense_us for row in rows if row.measured_us and row.dense_us)
         return not gains and all(row.choice == DENSE for row in rows)
-
-    @property
-    def hot(self) -> int:
-        """Return how many neurons are hot, of those that `order` puts first: the most of any choice, 0 where none
-        splits."""
-        return max(choice.hot for choice in self.choices.values())
 
     def order(self, hot: int) -> Tensor:
         """Return the neurons, int64 [d_ff], the `hot` most used ones first; see hot_first."""
@@ -151,14 +139,10 @@ class LayerPlan:
         """Neurons firing at a token, on average over the profile; NaN where no token was profiled."""
         return sum(self.neuron_counts) / self.profiled if self.profiled else math.nan
 
-    def table(self) -> list[dict]:
-        """List one row a candidate: its fields by name."""
-        return [dict(vars(row)) for row in self.candidates]
-
     def __str__(self) -> str:
         from .. import records
 
-        rows = [{**row, "chosen": "*" if row["chosen"] else ""} for row in self.table()]
+        rows = [{**vars(row), "chosen": "*" if row.chosen else ""} for row in self.candidates]
         kind = "gated" if self.gated else "plain"
         head = f"{self.name or 'layer'}: {kind}, d_model {self.d_model}, d_ff {self.d_ff}, mean nnz {self.nnz:.1f}"
         return f"{head}\n{records.table(rows, {name: name.replace('_', ' ') for name in rows[0]})}"

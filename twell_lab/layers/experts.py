@@ -1,8 +1,6 @@
 """Routed experts, whose weights lie in a few tensors of three dimensions: Mixtral, Qwen-MoE, OLMoE, DeepSeek and others
-of transformers. Each expert is a feed-forward layer; who gets which token stays the model's to say.
-
-The module stays where it is, with its parameters. A swap gives it SparseFFNs as children, "0", "1", ..., and a forward
-that calls them, `Routed`."""
+of transformers. Each expert is a feed-forward layer. A swap gives their module, which stays where it is, SparseFFNs as
+children, "0", "1", ..., and a forward that calls them, `Routed`."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from .choice import DENSE
 from .families import Family
 from .parts import Over, Part, Parts, formula
 
@@ -22,7 +21,7 @@ FUSED, PLAIN, DOWN, ACTIVATION = "gate_up_proj", "up_proj", "down_proj", "act_fn
 
 
 class Expert(nn.Module):
-    """One expert of a module of them, as a feed-forward layer of its own: x [tokens, d_model] -> [tokens, d_model]."""
+    """One expert of a module of them, as a feed-forward layer: x [tokens, d_model] -> [tokens, d_model]."""
 
     def __init__(self, of: nn.Module, number: int, transposed: bool) -> None:
         super().__init__()
@@ -39,13 +38,9 @@ class Expert(nn.Module):
         gate = part(first, halves[0]) if gated else None
         self._parts = family, gate, part(first, halves[1]), part(DOWN, None)
 
-    @property
-    def of(self) -> nn.Module:
-        """The module of all experts."""
-        return self._of[0]
+    of = property(lambda self: self._of[0], doc="The module of all experts.")
 
     def own_parts(self) -> Parts:
-        """Return the parts of this expert; those of all share an activation."""
         return Parts(*self._parts, getattr(self.of, ACTIVATION))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +86,6 @@ class _ExpertPart(Part):
 
 @contextmanager
 def _given(parts: list, rows: Tensor, among: int) -> Iterator[None]:
-    """While this lasts, the parts of an expert know which of so many tokens it was given."""
     for part in parts:
         part.rows, part.among = rows, among
     try:
@@ -102,8 +96,8 @@ def _given(parts: list, rows: Tensor, among: int) -> Iterator[None]:
 
 
 def stored(module: nn.Module) -> tuple[int, bool] | None:
-    """Return how many experts a module holds, and whether their weights are transposed: [experts, in, out]. None if it
-    holds no weights of three dimensions that are the parts of experts."""
+    """Return how many experts a module holds, and whether their weights are transposed, [experts, in, out]; None if it
+    holds none."""
     own = module._parameters
     halves = 1 if own.get(FUSED) is None else 2
     first, down = own.get(FUSED if halves == 2 else PLAIN), own.get(DOWN)
@@ -117,7 +111,7 @@ def stored(module: nn.Module) -> tuple[int, bool] | None:
 
 
 def experts_of(module: nn.Module) -> list[Expert]:
-    """Return the experts that a module holds; none if it holds none."""
+    """Return the experts that a module holds."""
     number, transposed = stored(module) or (0, False)
     return [Expert(module, number, transposed) for number in range(number)]
 
@@ -147,11 +141,10 @@ def mixed(x: Tensor, chosen: Tensor, weights: Tensor, experts: int, one) -> Tens
 
 
 class Routed(Over):
-    """The forward of a module of experts some of which were swapped: each is given its tokens, one after the other.
-
-    That takes the host's time for each expert, and waits for the device once. So the module computes as it did before
-    where no expert has another path than "dense", where gradients are needed and no expert has to report (layer_terms),
-    where its input is on another device, and inside torch.compile and CUDA graphs."""
+    """The forward of a module of experts some of which were swapped: each is given its tokens, one after the other,
+    which takes the host's time and waits for the device once. So the module computes as before where that gains
+    nothing (every path is dense, or gradients are needed and nobody asked for layer_terms) or cannot be (inputs on
+    another device, torch.compile, CUDA graphs)."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -172,7 +165,6 @@ class Routed(Over):
         return mixed(x, chosen, weights, len(self.experts), one)
 
     def _apart(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether the experts are asked one by one."""
         if torch.compiler.is_compiling():
             return False
         tensors = [t for t in (*args, *kwargs.values(), *self.module._parameters.values()) if isinstance(t, Tensor)]
@@ -182,5 +174,5 @@ class Routed(Over):
         if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        plans = not learns and not all(layer.always_dense() for layer in layers)
+        plans = not learns and any(choice != DENSE for layer in layers for _, choice in layer.choices)
         return plans or any(layer.reports for layer in layers)

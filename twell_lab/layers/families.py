@@ -4,27 +4,22 @@ in it is added by `register_family`."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from ..core import InputError
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where the parts of a feed-forward layer are, in the families of models that call them so.
-
-    A hint only: a module with these parts is run beside the formula down(act(gate(x)) * up(x)), or down(act(up(x)))
-    without a gate, and stays dense where it computes something else (twell_lab.layers.probe).
+    """Where the parts of a feed-forward layer are, in the families of models that call them so. A hint only: a module
+    with these parts is run beside their formula before it is swapped (twell_lab.layers.probe).
 
     models: who has such layers, as messages list them. up, down, activation, gate: the places of the parts in the
     module, such as "fc1" or "output.dense"; gate is None in plain layers, and the same as up where one projection holds
     both, the gate's rows first. Projections are plain torch.nn.Linear, transformers' Conv1D or FalconLinear. inside:
     the module stays and its activation is swapped, since more is done in it; for plain layers alone. residual: the
     module's forward needs a second argument, rows like the first, which it adds. dropout: the place of a
-    torch.nn.Dropout before the down projection, which is done in training; one inside a module that stays has to be of
-    p=0.
-
-    Raises InputError for a family that cannot be.
-    """
+    torch.nn.Dropout before the down projection. InputError for a family that cannot be."""
 
     models: str
     up: str
@@ -59,30 +54,25 @@ class Family:
         return (*self.projections, self.activation)
 
 
-def _gated(models: str, gate: str, up: str, down: str, activation: str, dropout: str | None = None) -> Family:
-    return Family(models, up, down, activation, gate, dropout=dropout)
-
-
-def _inside(models: str, up: str, down: str, activation: str, residual: bool = False) -> Family:
-    return Family(models, up, down, activation, inside=True, residual=residual)
+_inside = partial(Family, inside=True)
 
 
 # The first whose parts are all there is taken, so a gated layer stands before a plain one of the same names.
 FAMILIES: list[Family] = [
     # Mistral, Qwen, Gemma, OLMo, Granite and many others copied Llama's layer; so are shared experts built.
-    _gated("Llama", "gate_proj", "up_proj", "down_proj", "act_fn"),
-    _gated("Llama 4", "gate_proj", "up_proj", "down_proj", "activation_fn"),
+    Family("Llama", "up_proj", "down_proj", "act_fn", "gate_proj"),
+    Family("Llama 4", "up_proj", "down_proj", "activation_fn", "gate_proj"),
     Family("Nemotron", "up_proj", "down_proj", "act_fn"),  # Arcee, and this course's plain layers
     _inside("MPT", "up_proj", "down_proj", "act", residual=True),
     _inside("OPT", "fc1", "fc2", "activation_fn"),  # BART beside its attention; Phi, CLIP and ViT in a module
-    _gated("Phi-3", "gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),  # GLM-4, Dia
-    _gated("ModernBERT", "Wi", "Wi", "Wo", "act", dropout="drop"),
-    _gated("Granite MoE", "input_linear", "input_linear", "output_linear", "activation"),
+    Family("Phi-3", "gate_up_proj", "down_proj", "activation_fn", "gate_up_proj"),  # GLM-4, Dia
+    Family("ModernBERT", "Wi", "Wo", "act", "Wi", dropout="drop"),
+    Family("Granite MoE", "input_linear", "output_linear", "activation", "input_linear"),
     _inside("GPT-2", "c_fc", "c_proj", "act"),  # Conv1D; GPT-Neo, GPT-BigCode and StarCoder2 with nn.Linear
     _inside("GPT-J", "fc_in", "fc_out", "act"),  # CodeGen
     Family("GPT-NeoX and Falcon", "dense_h_to_4h", "dense_4h_to_h", "act"),  # Pythia, Persimmon
     _inside("Bloom", "dense_h_to_4h", "dense_4h_to_h", "gelu_impl", residual=True),
-    _gated("gated T5", "wi_0", "wi_1", "wo", "act", dropout="dropout"),
+    Family("gated T5", "wi_1", "wo", "act", "wi_0", dropout="dropout"),
     Family("T5", "wi", "wo", "act", dropout="dropout"),
     _inside("BERT", "intermediate.dense", "output.dense", "intermediate.intermediate_act_fn"),
     _inside("ALBERT", "ffn", "ffn_output", "activation"),
@@ -99,9 +89,7 @@ def register_family(family: Family) -> Family:
         Family = twell_lab.layers.families.Family
         twell_lab.register_family(Family("MyModel", gate="w1", up="w3", down="w2", activation="act"))
 
-    It is asked before those that were there. For this process alone; a second call with the same family changes
-    nothing. Raises InputError for anything but a Family.
-    """
+    It is asked before those that were there, in this process alone. InputError for anything but a Family."""
     if not isinstance(family, Family):
         raise InputError(f"family is a {type(family).__name__}; a twell_lab.layers.families.Family is accepted")
     if family not in FAMILIES:
@@ -110,7 +98,7 @@ def register_family(family: Family) -> Family:
 
 
 def accepted() -> str:
-    """The end of a message about a module that is no feed-forward layer known here."""
+    """Return the end of a message about a module that is no feed-forward layer known here."""
     names = ", ".join(dict.fromkeys(family.models for family in FAMILIES))
     return (
         f"accepted: layers built like those of {names}, with a ReLU, and projections that are each a plain "

@@ -1,12 +1,9 @@
-"""Which modules of a model are feed-forward layers, and why one that looks like it stays dense.
-
-Recognised by where their parts are, which the table of twell_lab.layers.families says. That is a hint only: other
-models scale, clamp, normalise or drop between the same parts. So each layer is asked what it computes before it is
-swapped (twell_lab.layers.probe)."""
+"""Which modules of a model are feed-forward layers, by where their parts are (twell_lab.layers.families), and why one
+that looks like it stays dense. Other models scale, clamp, normalise or drop between the same parts, so each layer is
+asked what it computes before it is swapped (twell_lab.layers.probe)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -57,12 +54,8 @@ class FeedForward:
         return self.up if self.gate is None else self.gate
 
 
-class StandIn(ABC):
-    """A module that took the place of a feed-forward layer, and describes that layer itself."""
-
-    @abstractmethod
-    def feed_forward(self, name: str) -> FeedForward:
-        """Return the layer; name: where the module was found."""
+class StandIn:
+    """A module that took the place of a feed-forward layer, and describes that itself: feed_forward(name)."""
 
 
 def layer_of(name: str, module: nn.Module, fires: Callable[[object, bool], bool] = computes) -> FeedForward | None:
@@ -82,8 +75,7 @@ def layer_of(name: str, module: nn.Module, fires: Callable[[object, bool], bool]
 
 
 def _cut_in(parts: Parts, module: nn.Module) -> Cut | None:
-    """Return the thresholds on the inputs of a layer, where a sparse layer can stand in its place: inside a block, as
-    in OPT, the projections stay with their hooks."""
+    # Inside a block, as in OPT, the projections stay with their hooks.
     return None if parts.family.inside else cut_of(module)
 
 
@@ -94,7 +86,7 @@ def cut_places(parts: Parts) -> dict[str, list[nn.Module]]:
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules, by name, and each of a module's routed experts in the place of that, in their order."""
+    """Yield all modules, by name, and in the place of a module of routed experts each of them."""
     routed: set[str] = set()
     for name, module in uncompiled(model).named_modules():
         if name and name.rpartition(".")[0] in routed:
@@ -107,24 +99,12 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
-    """Return every ReLU feed-forward layer of the model, dense or already sparse, in the order of its modules.
-
-    Found by the names of their parts (twell_lab.layers.families), which do not say what is computed between them:
-    `sparsify` and `SparseFFN` ask that of every dense layer, this function of none. only: layers for which only(name,
-    module) is true. Raises InputError if there is none, naming the activations that were found instead."""
-    return _chosen(model, only, computes)
-
-
-def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
-    """Return every feed-forward layer whose pattern comes from a ReLU or a squared ReLU, in the order of the modules.
-
-    Like feed_forwards, which leaves out the gated squared ones, since no sparse path computes them. Raises InputError
-    if there is neither. only: as there."""
-    return _chosen(model, only, lambda acts, gated: computes(acts, gated) or is_squared(acts))
-
-
-def _chosen(model: nn.Module, only: Only | None, fires: Callable[[object, bool], bool]) -> list[FeedForward]:
+def feed_forwards(
+    model: nn.Module, *, only: Only | None = None, fires: Callable[[object, bool], bool] = computes
+) -> list[FeedForward]:
+    """Return every ReLU feed-forward layer of the model, dense or already sparse, in the order of its modules, by the
+    names of their parts: what is computed between them is not asked. only: layers for which only(name, module) is true.
+    fires(activation, gated): which count. InputError if there is none, naming the activations that are there."""
     check_model(model)
     layers = [layer for place in candidates(model) if (layer := layer_of(*place, fires))]
     if not layers:
@@ -135,9 +115,14 @@ def _chosen(model: nn.Module, only: Only | None, fires: Callable[[object, bool],
     return chosen
 
 
+def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
+    """Return what `feed_forwards` does, and gated layers of a squared ReLU, which no sparse path computes."""
+    return feed_forwards(model, only=only, fires=lambda acts, gated: computes(acts, gated) or is_squared(acts))
+
+
 def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
-    """Return the layers that can be sparse, swapped ones among them and `both` as it is; and by name why each other
-    module with the parts of one stays dense. Of a module of routed experts that is said once."""
+    """Return the layers that can be sparse, swapped ones among them, and by name why each other module with the parts
+    of one stays dense; of a module of routed experts that is said once."""
     from .probe import whole_of
 
     layers: list[FeedForward] = []
@@ -162,7 +147,7 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
 
 
 def sound(layers: list[FeedForward]) -> list[FeedForward]:
-    """Return those of these layers that compute what their parts say (probe.difference). InputError where none does."""
+    """Return those of these layers that compute what their parts say (probe). InputError where none does."""
     from .probe import check_all, difference, whole_of
 
     modules = dict(whole_of(layer.name, layer.module) for layer in layers if not isinstance(layer.module, StandIn))
@@ -186,9 +171,8 @@ def only_dense(found: FeedForward) -> str:
 
 
 def examine(module: nn.Module) -> tuple[str | None, bool]:
-    """Return why a module stays dense: it has not the parts of a feed-forward layer that a sparse one can read, or
-    something on them that it would not call, or computes something else than its parts say. None if it can be swapped.
-    And whether up goes through its ReLU as well (Bamboo's and TurboSparse's dReLU)."""
+    """Return why a module stays dense, None if it can be swapped; and whether up goes through its ReLU as well
+    (Bamboo's and TurboSparse's dReLU)."""
     from .probe import difference, whole_of
 
     if (reason := _unreadable(module)) is not None:
@@ -242,8 +226,8 @@ def _unreadable(module: nn.Module) -> str | None:
 
 
 def _called(part: nn.Module, hooks: bool = True) -> str | None:
-    """Return why a module has to be called, where a sparse layer would read its weights: it has hooks, but for those
-    that zero its small inputs, or another forward than its class. None if nothing is on it."""
+    """Return why a module has to be called, where a sparse layer would read its weights; None if nothing is on it but
+    hooks that zero its small inputs."""
     on = [hook for kind in HOOKS for hook in vars(part)[kind].values()] if hooks else []
     if any(not isinstance(getattr(hook, "__self__", None), ThresholdedInput) for hook in on):
         return "has hooks, so that it has to be called"
@@ -269,13 +253,11 @@ def _moved(part: nn.Module) -> str | None:
 
 
 def _above(places: tuple[str, ...]) -> set[str]:
-    """Return the places of the modules that hold these, but for the layer itself."""
     return {place.rpartition(".")[0] for place in places} - {""}
 
 
 def marks_of(module: nn.Module) -> list[tuple]:
-    """Return what `is_plain` looks at: each part of a dense module and what holds it, with all that says how it is
-    called."""
+    """Return what `is_plain` looks at: each part of a dense module, what holds it, and how it is called."""
     family = named_family(module)
     marks: list[tuple] = []
     for place in (*family.places, *_above(family.places)) if family else ():
@@ -293,8 +275,7 @@ def marks_of(module: nn.Module) -> list[tuple]:
 
 def is_plain(layer) -> bool:
     """Return whether the parts of a SparseFFN are what they were when it was made (`layer.marks`): the same modules of
-    the same classes, with no hook and no forward that was not there. Where not, they have to be called. Takes about a
-    microsecond."""
+    the same classes, with no hook and no forward that was not there. Takes about a microsecond."""
     for holder, name, part, kind, forward, before, many, after, backward, before_backward in layer.marks:
         if (
             holder.get(name) is not part

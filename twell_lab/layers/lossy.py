@@ -41,10 +41,7 @@ class ThresholdedActivation(Lossy):
         super().__init__(threshold)
         self._of = [activation]  # in a list: it is not a child
 
-    @property
-    def activation(self) -> Callable[[Tensor], Tensor]:
-        """The activation without the threshold."""
-        return self._of[0]
+    activation = property(lambda self: self._of[0], doc="The activation without the threshold.")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone() if getattr(self.activation, "inplace", False) else x  # who watches layers calls this once more
@@ -57,8 +54,7 @@ class ThresholdedActivation(Lossy):
 
 class ThresholdedInput(Lossy):
     """Zeroes the small inputs of projections, before each of their forwards: TEAL (Liu et al., arXiv 2408.14690).
-
-    It is a child of their layer and has no parameters, so that names and states stay what they were."""
+    A child of their layer without parameters, so that names and states stay what they were."""
 
     def before(self, projection: nn.Module, args: tuple) -> tuple:
         """The forward pre-hook of the projections."""
@@ -95,14 +91,6 @@ class Cut(NamedTuple):
 
     input: float
     hidden: float
-
-    def of_input(self, x: Tensor) -> Tensor:
-        """x with what is below the threshold at zero."""
-        return zeroed(x, self.input)
-
-    def of_hidden(self, h: Tensor) -> Tensor:
-        """Hidden values with what is below the threshold at zero."""
-        return zeroed(h, self.hidden)
 
     def __str__(self) -> str:
         return f"lossy: |input| < {self.input:.4g} and |hidden| < {self.hidden:.4g} become 0"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from types import MethodType
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from .families import FAMILIES, Family
+from .lossy import zeroed
 
 # Classes of transformers that compute x W^T + b in another way than nn.Linear, and Conv1D, which stores W^T.
 _TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
@@ -35,9 +37,7 @@ class Part:
     ) -> None:
         self.owner, self.half, self.transposed, self.names, self.index = owner, half, transposed, names, index
 
-    @property
-    def weight(self) -> Tensor:
-        return self._rows(getattr(self.owner, self.names[0]), self.transposed)
+    weight = property(lambda self: self._rows(getattr(self.owner, self.names[0]), self.transposed))
 
     @property
     def bias(self) -> Tensor | None:
@@ -71,8 +71,7 @@ def owner_of(part: Projection) -> nn.Module:
 
 
 def weights_of(part: Projection | None) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and the bias of a projection, each read once. Asking a module for an attribute takes as long as all
-    else that a short call does."""
+    """Return the weight and the bias of a projection, each read once; asking a module for an attribute takes long."""
     if part is None:
         return None, None
     own = part.__dict__.get("_parameters")
@@ -95,7 +94,6 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, gate: Projection | None, up: Projection, down: Projection) -> Weights:
-        """Return the weights of three projections, each read once: reading a parametrized weight makes a new tensor."""
         (up_weight, up_bias), (down_weight, down_bias) = weights_of(up), weights_of(down)
         gate_weight, gate_bias = (up_weight, up_bias) if gate is up else weights_of(gate)
         return cls(gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
@@ -124,15 +122,24 @@ class Parts(NamedTuple):
         return list({id(m): m for m in map(owner_of, filter(None, self[1:4]))}.values())
 
 
+def hidden_of(parts, x: Tensor, both: bool = False, thresholds: Mapping[str, float] | None = None) -> Tensor:
+    """Return what enters the down projection of these parts (Parts or FeedForward), [..., d_ff], for x [..., d_model].
+
+    both: whether up goes through the activation as well. thresholds: for "input", "activation" and "hidden", below
+    which magnitude values there become zero."""
+    cut, acts, first = thresholds or {}, parts.acts or torch.relu, parts.gate or parts.up
+    x = zeroed(x, cut.get("input", 0.0))
+    hidden = zeroed(acts(linear(x, first.weight, first.bias)), cut.get("activation", 0.0))
+    if parts.gate is not None:
+        beside = linear(x, parts.up.weight, parts.up.bias)
+        hidden = hidden * (acts(beside) if both else beside)
+    return zeroed(hidden, cut.get("hidden", 0.0))
+
+
 def formula(parts: Parts, x: Tensor, both: bool = False, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return what these parts give for x [..., d_model]; each weight is read once. both: whether up goes through the
-    activation as well. seen: is given the hidden values [..., d_ff], and returns them."""
-    hidden = linear(x, parts.up.weight, parts.up.bias)
-    if parts.gate is None:
-        hidden = parts.acts(hidden)
-    else:
-        beside = parts.acts(hidden) if both else hidden
-        hidden = parts.acts(linear(x, parts.gate.weight, parts.gate.bias)) * beside
+    """Return what these parts give for x [..., d_model]. seen: is given the hidden values [..., d_ff], and returns
+    them."""
+    hidden = hidden_of(parts, x, both)
     hidden = hidden if parts.drop is None else parts.drop(hidden)
     return linear(hidden if seen is None else seen(hidden), parts.down.weight, parts.down.bias)
 
@@ -170,20 +177,18 @@ def named_family(module: nn.Module) -> Family | None:
 
 
 def class_of(module) -> str:
-    """Return the full name of the class of a module."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def is_projection(module) -> bool:
-    """Return whether the module's class computes x W^T + b, so that weight and bias say all about it. A subclass of
-    nn.Linear with a forward of its own (an adapter, a quantised layer) need not."""
+    """Return whether the module's class computes x W^T + b, so that weight and bias say all about it."""
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return plain or class_of(module) in _LIKE_LINEAR
 
 
 def parts_of(module: nn.Module) -> Parts | None:
-    """The parts of a module with those of the first family that it fits, whatever the activation; None if there is no
-    such family, or if a projection is none that is known."""
+    """Return the parts of a module, by the first family that it fits, whatever the activation; None if there is none,
+    or if a projection is none that is known."""
     if (own := getattr(module, "own_parts", None)) is not None:
         return own()
     family = named_family(module)

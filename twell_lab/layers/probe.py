@@ -1,5 +1,5 @@
 """Asking a feed-forward layer what it computes: a copy of it runs on a few rows beside the formula of its parts,
-forward and backward. `difference` says what is compared, and what this cannot see."""
+forward and backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -34,16 +34,12 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
     """Return what keeps a module that has the parts of a feed-forward layer, or routed experts, from being its formula:
     down(act(gate(x)) * up(x)) or down(act(up(x))), with `both` down(act(gate(x)) * act(up(x))). None if nothing does.
 
-    A copy with drawn weights (its own may be zero, or fire too few neurons to show a difference) runs in evaluation and
-    in training mode, without gradients and with them, on ROWS rows at each of SCALES, and on one row alone; the module
-    is left as it was, and no hook of it is called. Compared are the output, row by row, and the gradients of x and of
-    each projection's weights and biases: by their norms, which may be off by EXACT. They are asked for in the weights'
-    own dtype, and where the bits differ in float32 and then in float64. A module that cannot be trained has no
-    gradients to compare; routed experts are asked for their output alone. A module of its own also has to leave its
-    input as it is, and to set nothing on itself that was not there.
-
-    What this cannot see: anything but the rows asked with. A layer that does something else for other numbers of
-    tokens, other values, after some calls, or in a second derivative, passes."""
+    A copy with drawn weights (its own may fire too few neurons to show a difference) runs in evaluation and in training
+    mode, on ROWS rows at each of SCALES, and on one row alone; no hook is called. Compared are the output, row by row,
+    and the gradients of x and of the projections' tensors where there are any, by their norms, which may be off by
+    EXACT: in the weights' own dtype, and where the bits differ in float32 and then in float64. Of routed experts it is
+    the output alone. A module of its own also has to leave its input as it is. A layer that does something else for
+    other numbers of tokens, other values, after some calls, or in a second derivative, passes."""
     try:
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             return _asked(module, both)
@@ -58,8 +54,7 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
 
 
 def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise InputError naming each of these modules that has a `difference`, and what it is; experts that lie in one
-    module are asked once."""
+    """Raise InputError naming each of these modules that has a `difference`; experts in one module are asked once."""
     modules = dict(whole_of(*layer) for layer in layers)
     raise_all([f"{title(name, m)} {reason}" for name, m in modules.items() if (reason := difference(m)) is not None])
 
@@ -82,7 +77,6 @@ def raise_all(reasons: list[str]) -> None:
 
 
 def _asked(module: nn.Module, both: bool) -> str | None:
-    """Ask in one dtype after the other; see `difference`."""
     parts = _parts(module)
     own = parts.up.weight.dtype
     for dtype in dict.fromkeys((own, torch.float32, torch.float64)):
@@ -99,7 +93,6 @@ def _asked(module: nn.Module, both: bool) -> str | None:
 
 
 def _parts(module: nn.Module) -> Parts:
-    """Return the parts of a layer; of experts those of the first."""
     routed = experts_of(module)
     parts = routed[0].own_parts() if routed else parts_of(module)
     assert parts is not None
@@ -111,9 +104,7 @@ def _parts(module: nn.Module) -> Parts:
 
 @lru_cache(1)
 def _numbers() -> Tensor:
-    """Return normal numbers, float32, the same each time. So many that it is a prime: where they are repeated, no two
-    rows of a weight are alike."""
-    return _normal(2, 1_048_573)
+    return _normal(2, 1_048_573)  # a prime: where they are repeated, no two rows of a weight are alike
 
 
 def _normal(seed: int, *shape: int) -> Tensor:
@@ -182,12 +173,12 @@ class _Trial:
         inputs = [x.flatten(0, 1)] if self.routed else [x]
         if not self.routed and not self.inside:  # experts want [tokens, d_model], most others know a batch, too
             whole, alone = (x, x.flatten(0, 1)), (x[1:2, :1], x[1, :1])
-            inputs = [given for given in whole if self.results(given, tries=True)] or [x]
-            inputs += [given for given in alone if self.results(given, tries=True)]
+            inputs = [given for given in whole if self.tried(given)] or [x]
+            inputs += [given for given in alone if self.tried(given)]
         scales = SCALES if self.inside else (1.0,)  # whatever norm comes before the parts of a block
         gradients = (False,) if self.routed else (False, True)
         for given, training, scale, learns in product(inputs, (False, True), scales, gradients):
-            own = self.results(given, training, learns, scale, tries=learns)
+            own = (self.tried if learns else self.results)(given, training, learns, scale)
             if own is None:
                 continue  # what cannot be trained has no gradients that could be others
             mode = f"in {'training' if training else 'evaluation'} mode"
@@ -195,30 +186,28 @@ class _Trial:
             for name, y in self.results(given, training, learns, scale, by_formula=True).items():
                 yield _off(own.get(name), y, "gradient of" not in name), f"{mode} {name}{where}"
 
-    def results(
-        self, rows: Tensor, training=False, learns=False, scale=1.0, *, by_formula=False, tries=False
-    ) -> dict[str, Any] | None:
-        """Return the outputs for these rows and, if it learns, the gradients of x and of the projections' tensors, by
-        name. tries: None where the layer raises an error of its own."""
+    def tried(self, *how) -> dict[str, Any] | None:
+        """Return the results; None where the layer raises an error of its own."""
         try:
-            twin, x = self.copy(training, scale), rows.clone().requires_grad_(learns)
-            with torch.set_grad_enabled(learns), _same_random(x.device):
-                given, before = x * 1, _attributes(twin)  # no leaf: a block may write to it
-                outputs = self.run(twin, given, by_formula)
-                if not self.inside and not torch.equal(given, x):
-                    raise Other("writes to its input")
-                if not self.inside and (left := sorted({name for name, _ in _attributes(twin) - before})):
-                    raise Other(f"sets {', '.join(left[:5])} in its forward")
-                ending = " with gradients" if learns else ""
-                results = {f"its output {at or ''}".strip() + ending: y for at, y in enumerate(outputs)}
-                if learns:
-                    results |= _gradients(twin, x, outputs)
+            return self.results(*how)
         except (Other, torch.OutOfMemoryError):
             raise
         except Exception:
-            if tries:
-                return None
-            raise
+            return None
+
+    def results(self, rows: Tensor, training=False, learns=False, scale=1.0, *, by_formula=False) -> dict[str, Any]:
+        """Return the outputs for these rows and, if it learns, the gradients of x and of the projections' tensors, by
+        name."""
+        twin, x = self.copy(training, scale), rows.clone().requires_grad_(learns)
+        with torch.set_grad_enabled(learns), _same_random(x.device):
+            given = x * 1  # no leaf: a block may write to it
+            outputs = self.run(twin, given, by_formula)
+            if not self.inside and not torch.equal(given, x):
+                raise Other("writes to its input")
+            ending = " with gradients" if learns else ""
+            results = {f"its output {at or ''}".strip() + ending: y for at, y in enumerate(outputs)}
+            if learns:
+                results |= _gradients(twin, x, outputs)
         return {name: y.detach() if isinstance(y, Tensor) else y for name, y in results.items()}
 
     def run(self, twin: nn.Module, x: Tensor, by_formula: bool) -> list[Any]:
@@ -268,21 +257,8 @@ def _tensors(table: dict) -> list[Tensor]:
     return [t for t in table.values() if isinstance(t, Tensor)]
 
 
-def _attributes(twin: nn.Module) -> set[tuple[str, object]]:
-    """Return what is set on a module and on those within it, and which tensor or whether it is None; what a
-    cached_property keeps is nobody's loss."""
-    return {
-        (f"{at}.{key}".lstrip("."), id(value) if isinstance(value, Tensor) else value is None)
-        for at, part in twin.named_modules()
-        for table in (vars(part), part._parameters, part._buffers, part._modules)
-        for key, value in table.items()
-        if not isinstance(getattr(type(part), key, None), cached_property)
-    }
-
-
 def _off(y: Any, wanted: Tensor, by_row: bool) -> float:
-    """Return the largest relative norm of a row's difference, or that of all; infinite where other values overflow than
-    in the formula. Other for anything but a tensor of its shape and dtype."""
+    """Return the largest relative norm of a row's difference, or that of all; infinite where other values overflow."""
     if not isinstance(y, Tensor) or (y.shape, y.dtype) != (wanted.shape, wanted.dtype):
         what = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
         raise Other(f"returns {what} where its formula gives {wanted.dtype} {list(wanted.shape)}")

@@ -1,13 +1,10 @@
-"""SparseFFN: a ReLU feed-forward layer that skips its silent neurons, in the place of the dense one.
-
-Which modules are feed-forward layers is in twell_lab.layers.find, whether one computes what a SparseFFN computes in
-twell_lab.layers.probe, how its weights lie in twell_lab.layers.storage."""
+"""SparseFFN: a ReLU feed-forward layer that skips its silent neurons, in the place of the dense one."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +20,9 @@ from .choice import DENSE, Choice, LayerPlan
 from .experts import Expert
 from .find import FeedForward, StandIn, examine, is_plain, layer_of, marks_of
 from .lossy import Lossy
-from .parts import Projection, Weights, formula, owner_of, parts_of
-from .paths import PATHS, Path
-from .terms import Told, learn, of_hidden
-
-if TYPE_CHECKING:
-    from .inside import Seat
+from .parts import Over, Weights, formula, owner_of, part_at, parts_of, put
+from .paths import PATHS
+from .terms import learn, of_hidden
 
 # What nn.Module keeps of a module that a SparseFFN shares with the dense one: both have the same parts and hooks.
 _OWN = ("training", "_is_full_backward_hook")
@@ -40,7 +34,7 @@ _grad_enabled, _STRIDED = torch.is_grad_enabled, torch.strided
 
 
 class Prepared:
-    """A call of a layer on a GPU, prepared for x of one shape and alignment: how it runs, and what it was made for."""
+    """A call of a layer on a GPU, prepared for x of one shape and alignment: how it runs, and for which weights."""
 
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, parts: list[Any]) -> None:
         self.run, self.dtype, self.index = run, x.dtype, x.device.index
@@ -71,22 +65,20 @@ class Prepared:
 class SparseFFN(nn.Module, StandIn):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
-    `acts` says which activation kernels compute in its place (layers.activations); where it is None the dense module
-    does, and where gradients are needed it does for all but the ReLU and its square. A layer with thresholds on its
-    inputs (TEAL) goes on zeroing them; `kept` says what a kernel computes of it (Path.cuts).
-
     It shares the projections, parameters, buffers and hooks of the dense module, under their own names. Its weights are
     rewritten once, in place, for the paths that the plan takes (layers.storage). A module in training mode is not
     rewritten; `train()` later changes nothing, stays exact and may be slow.
 
     A forward on plain tensors runs a path; where gradients are needed, ops.train does. Whatever is unusual calls the
     dense module, with its projections as modules: transforms, traces, forward AD, autocast without gradients, tensor
-    subclasses, other dtypes, and a projection that was replaced, hooked, parametrized or adapted after the swap.
+    subclasses, other dtypes, and a projection that was replaced, hooked, parametrized or adapted after the swap. So do
+    activations that no kernel computes (`acts` and `kept` are None), and gradients of all but the ReLU and its square.
 
-    source: the dense module; it is run on a few rows beside the formula first, and refused with an InputError where it
-    computes something else. plan: a LayerPlan picks the path by the number of tokens; a Choice is one path for all,
-    hot/cold then with the neurons in the order that they have; None: "twell" always. tied: ids of parameters that other
-    modules of the model have, too."""
+    source: the dense module, which is run on a few rows beside the formula first. plan: a LayerPlan picks the path by
+    the number of tokens; a Choice is one path for all, hot/cold then with the neurons in the order that they have;
+    None: "twell" always. tied: ids of parameters that other modules of the model have, too. probed: whether up goes
+    through the activation, too, where the probe was already asked. InputError for a module that computes something
+    else, or has something on it that would be lost, and for a plan that does not fit."""
 
     why = ""  # why the weights were not rewritten
 
@@ -100,7 +92,6 @@ class SparseFFN(nn.Module, StandIn):
         tied: Collection[int] = (),
         probed: bool | None = None,
     ):
-        """probed: whether up goes through the activation, too, where the probe was already asked; None: it was not."""
         super().__init__()
         check_geometry(tile, words)
         reason, both = examine(source) if probed is None else (None, probed)
@@ -113,7 +104,7 @@ class SparseFFN(nn.Module, StandIn):
         self.registered = not parts.family.inside
         if self.registered:
             vars(self).update({name: vars(source)[name] for name in _SHARED})
-        self._parts: list[Any] = [found.gate, found.up, found.down]  # in lists, too: they are the source's children
+        self.parts: list[Any] = [found.gate, found.up, found.down]  # in lists, too: they are the source's children
         self._drop, self._family = [parts.drop], parts.family
         self.seat: Seat | None = None
         functional.check_finite(self.weights().named())
@@ -122,10 +113,11 @@ class SparseFFN(nn.Module, StandIn):
         self.forms: dict[str, Any] = {}  # by path (layers.paths.path.Converted)
         self._prepared: dict[tuple, Prepared] = {}  # by the shape of x, and its address modulo 16
         self.learning: str | None = None
-        self.told: list[Told] | None = None  # where forwards report (layers.terms)
+        self.told: list[tuple] | None = None  # where forwards report (layers.terms)
         self.reports = False
-        self._order: list[int] | None = None
-        self._turned = {n for n in storage.turned_in(self._parts) if id(owner_of(self._parts[n]).weight) not in tied}
+        # The neurons as they lie now, by their places in the dense module; None where they were left as they were.
+        self.order: list[int] | None = None
+        self._turned = storage.turned_in(self.parts) - self._tied
         self.choices: list[tuple[int, Choice]] = []
         self.training = source.training
         self.register_load_state_dict_post_hook(SparseFFN._renew)
@@ -137,43 +129,22 @@ class SparseFFN(nn.Module, StandIn):
     def from_module(
         cls, module: nn.Module, *, plan: LayerPlan | Choice | None = None, tile: int = TILE, words: int = WORDS
     ) -> SparseFFN:
-        """Return a SparseFFN for a feed-forward module (or an OPT decoder layer); the two share their parameters.
-
-        Raises InputError for a module that computes something else, or that has something on it that would be lost."""
+        """Return a SparseFFN for a feed-forward module (or an OPT decoder layer); the two share their parameters."""
         return cls(module, plan=plan, tile=tile, words=words)
 
     # ---- what it is
 
-    @property
-    def source(self) -> nn.Module:
-        """The dense module that this one stands for."""
-        return self._source[0]
-
-    @property
-    def parts(self) -> list[Projection | None]:
-        """Gate (or None), up and down."""
-        return self._parts
-
-    @property
-    def gate(self) -> Projection | None:
-        return self._parts[0]
-
-    @property
-    def up(self) -> Projection:
-        return self._parts[1]
-
-    @property
-    def down(self) -> Projection:
-        return self._parts[2]
+    source = property(lambda self: self._source[0], doc="The dense module that this one stands for.")
+    gate = property(lambda self: self.parts[0])
+    up = property(lambda self: self.parts[1])
+    down = property(lambda self: self.parts[2])
 
     def weights(self) -> Weights:
         """Return the weights of gate, up and down, as they are now."""
-        return Weights.of(*self._parts)
+        return Weights.of(*self.parts)
 
     def take_seat(self) -> None:
         """Inside a block: compute what lies between the block's up projection and its down projection, and both."""
-        from .inside import Seat
-
         self.seat = Seat(self, self.source)
         self.marks = marks_of(self.source)
 
@@ -182,15 +153,6 @@ class SparseFFN(nn.Module, StandIn):
         place = name if self.registered else name[: -len(self._family.activation)].rstrip(".")
         acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
         return FeedForward(place, self, self.gate, self.up, self.down, acts, self.formula["both"], self.formula["cut"])
-
-    @property
-    def order(self) -> list[int] | None:
-        """The neurons as they lie now, by their places in the dense module; None where they were left as they were."""
-        return self._order
-
-    def always_dense(self) -> bool:
-        """Return whether the plan takes the dense path whatever the number of tokens."""
-        return all(choice == DENSE for _, choice in self.choices)
 
     # ---- what it does
 
@@ -216,17 +178,14 @@ class SparseFFN(nn.Module, StandIn):
             choices = choices[-1:]  # nothing to look up, and nothing for torch.compile to guard
         self.restore()
         self.plan, self.choices = plan, choices
-        used = {choice.path for _, choice in choices}
         hot = max(choice.hot for _, choice in choices)
-        reads = {name: how for path in used for name, how in PATHS[path].reads.items()}
+        reads = {name: how for _, choice in choices for name, how in PATHS[choice.path].reads.items()}
         order = plan.order(hot).tolist() if hot and isinstance(plan, LayerPlan) else None
-        self.why = ""
-        if reads and self.training:
-            self.why = "the model was in training mode when it was swapped"
-        elif reads:
+        self.why = "the model was in training mode when it was swapped" if self.training else ""
+        if reads and not self.training:
             self.why = storage.rewrite(self.parts, reads, order, self._tied)
             if not self.why:
-                self._order = order
+                self.order = order
             elif order is not None:  # what cannot be put in order can be turned
                 storage.rewrite(self.parts, reads)
         # What compiled code sees of it: (tokens, path, hot), path "" for the dense module.
@@ -251,17 +210,13 @@ class SparseFFN(nn.Module, StandIn):
 
     def restore(self) -> None:
         """Put the neurons back in the order that they had, and store the weights as they were."""
-        if self._order is not None or any(PATHS[c.path].reads for _, c in self.choices):
-            storage.restore(self.parts, self._order, self._turned)
-        self._order = None
+        if self.order is not None or any(PATHS[c.path].reads for _, c in self.choices):
+            storage.restore(self.parts, self.order, self._turned)
+        self.order = None
 
     def choice(self, tokens: int) -> Choice:
         """Return what is done with so many tokens."""
         return next((choice for most, choice in self.choices[:-1] if tokens <= most), self.choices[-1][1])
-
-    def takes(self, path: str) -> bool:
-        """Return whether the plan sends inputs of some size this way."""
-        return any(choice.path == path for _, choice in self.choices)
 
     def runs(self, tokens: int | None = None) -> str:
         """Return what the layer, as it is now, computes of so many tokens (None: of the most): its choice, or "dense: "
@@ -280,11 +235,9 @@ class SparseFFN(nn.Module, StandIn):
             raise InputError(f"path is {path!r}; 'dense', 'twell' and None are accepted")
         self.learning = path
 
-    def tell(self, told: list[Told] | None) -> None:
-        """Append to `told` at each forward from now on; None: stop (layers.terms).
-
-        Each layer gets a list of its own: under FSDP2 layers are compiled one by one, and share a graph as long as they
-        do not differ in anything, such as a name or the length of a common list."""
+    def tell(self, told: list[tuple] | None) -> None:
+        """Append to `told` at each forward from now on; None: stop (layers.terms). Each layer gets a list of its own:
+        under FSDP2 layers are compiled one by one, and share a graph as long as they do not differ in anything."""
         self.told = told
         self.reports |= told is not None
 
@@ -311,7 +264,8 @@ class SparseFFN(nn.Module, StandIn):
         weights = self.weights()
         if not self._is_usual(x, weights):
             return self.dense(x)
-        path, hot = self._path(x.shape[:-1].numel())
+        choice = self.choice(x.shape[:-1].numel())
+        path, hot = PATHS[choice.path], choice.hot
         if self.told is not None or checks.needs_gradient(x, *weights):
             return learn(self, x, weights, path)
         if path.name != DENSE.path and path.refuses(self, weights):
@@ -319,12 +273,8 @@ class SparseFFN(nn.Module, StandIn):
         if x.is_cuda and x.numel() and x.is_contiguous() and (run := path.prepare(self, x, weights, hot)):
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
-            self._prepared[x.shape, x.data_ptr() & 15] = Prepared(run, x, self._parts)
+            self._prepared[x.shape, x.data_ptr() & 15] = Prepared(run, x, self.parts)
         return path.forward(self, x, weights, hot)
-
-    def _path(self, tokens: int) -> tuple[Path, int]:
-        choice = self.choice(tokens)
-        return PATHS[choice.path], choice.hot
 
     def _is_usual(self, x: Tensor, weights: Weights) -> bool:
         """Return whether this is a plain call on such tensors: inference, or training, there also under autocast."""
@@ -357,7 +307,8 @@ class SparseFFN(nn.Module, StandIn):
             return self.dense(x)
         weights = self.weights()
         if self.told is not None or checks.needs_gradient(x, *weights):
-            return learn(self, x, weights, PATHS[DENSE.path] if not self.takes("twell") else PATHS["twell"])
+            sparse = any(choice.path == "twell" for _, choice in self.choices)
+            return learn(self, x, weights, PATHS["twell" if sparse else DENSE.path])
         if not self._is_fit():
             return self.dense(x)
         tokens, chosen = x.shape[:-1].numel(), self._compiled[-1]
@@ -373,8 +324,7 @@ class SparseFFN(nn.Module, StandIn):
         return functional.infer(x, *weights, chosen[1], chosen[2], self.tile, self.words, self.acts)
 
     def _is_plain(self) -> bool:
-        """Return whether nothing is on a projection that kernels would not call: asked while code is traced, not before
-        each call."""
+        """Return `is_plain`: asked while code is traced, not before each call."""
         return is_plain(self)
 
     def _is_fit(self) -> bool:
@@ -417,14 +367,15 @@ class SparseFFN(nn.Module, StandIn):
         return self
 
     def _know_activation(self) -> None:
-        """Work out which activation kernels compute; another type or device may round its threshold."""
+        """Work out what kernels compute: `acts`, of the activation, and `kept`, with thresholds on the inputs (TEAL).
+        Another type or device may round a threshold."""
         gated, like = self.gate is not None and self.gate is not self.up, self.up.weight
         self._known_for = like.dtype, like.device
         self.acts = kernel_activation(**self.formula, gated=self.gate is not None, like=like)
         self.kept = kernel_inputs(**self.formula) if gated or self.gate is None else None
 
     def _renew(self, *_) -> None:
-        """Make other representations of the weights anew: a state was loaded, or the layer was moved."""
+        """Have other representations of the weights made anew: a state was loaded, or the layer was moved."""
         self.forms.clear()
         self._prepared.clear()
 
@@ -453,3 +404,50 @@ class SparseFFN(nn.Module, StandIn):
         elif self.registered:
             self.source.training = self.training
         return self.source
+
+
+# ---- inside a block, as in OPT, GPT-2 and BERT
+
+
+class HandOn(Over):
+    """The forward of a projection of such a block. up: whether it is the one before the activation."""
+
+    def __init__(self, projection: nn.Module, seat: Seat, up: bool) -> None:
+        super().__init__(projection)
+        self.seat, self.up = seat, up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == self.seat.d_model and not (self.up and not is_plain(self.seat.sparse)):
+            return x
+        return self.beneath(x)
+
+
+class Seat:
+    """The place of the activation in a block that calls its projections itself, so that there is no module to swap: a
+    SparseFFN takes it and does all the work, and the projections hand on what they get.
+
+    Who has to compute is told by the width of what comes in, [..., d_model] or [..., d_ff], which are never the same
+    here. The up projection hands its input on only while all parts are as they were when they were swapped."""
+
+    def __init__(self, sparse: nn.Module, block: nn.Module) -> None:
+        parts = parts_of(block)
+        assert parts is not None
+        self.sparse, self.block, self.family, self.activation = sparse, block, parts.family, parts.acts
+        self.d_model = parts.up.weight.shape[1]
+        put(block, self.family.activation, sparse)
+        self.up, self.down = (HandOn(owner, self, up) for owner, up in zip(parts.owners, (True, False)))
+
+    def dense(self, x: Tensor) -> Tensor:
+        """Return what the block's own modules give for hidden values [..., d_ff], or for an input [..., d_model] that
+        the up projection handed on."""
+        if x.shape[-1] != self.d_model:
+            return self.sparse.report(self.activation(x))
+        return self.down.beneath(self.sparse.report(self.activation(self.up.beneath(x))))
+
+    def leave(self) -> None:
+        """Put the activation back, unless something else is in its place, and have the projections compute; one that
+        another module wraps by now computes in any case."""
+        if part_at(self.block, self.family.activation) is self.sparse:
+            put(self.block, self.family.activation, self.activation)
+        for each in (self.up, self.down):
+            HandOn.take_off(each.module)

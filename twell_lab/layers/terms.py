@@ -5,9 +5,8 @@ neurons fire.
         loss = cross_entropy(model, batch)
     loss = loss + coefficient * sum(term.l1 for term in terms) / len(terms)
 
-Works on dense layers and on SparseFFN, and on models that have both. The sum over neurons and the mean over tokens and
-layers are the convention of the published code of arXiv 2603.23198, for which its coefficient 2e-5 is meant. `learn` is
-what a SparseFFN does where gradients are needed."""
+The sum over neurons and the mean over tokens and layers are the convention of the published code of arXiv 2603.23198,
+for which its coefficient 2e-5 is meant. `learn` is what a SparseFFN does where gradients are needed."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from ..ops.activation import RELU
 from ..ops.checks import all_finite
 from .find import firing_layers
 from .parts import owner_of
-from .paths.dense import hides_host
+from .paths.path import hides_host
 
 DENSE, SPARSE = "dense", "twell"  # the paths of ops.train
 # A token at which more than this share of the neurons fires is a heavy one: as a few among many tokens it costs the
@@ -34,23 +33,13 @@ DENSE, SPARSE = "dense", "twell"  # the paths of ops.train
 HEAVY = 0.07
 
 
-class Told(NamedTuple):
-    """What a layer reports of one forward pass: a LayerTerm without a name, on which a compiled graph would depend."""
-
-    l1: Tensor
-    nnz: Tensor
-    lost: Tensor | None = None
-    light: Tensor | None = None
-    heavy: Tensor | None = None
-
-
 class LayerTerm(NamedTuple):
-    """One layer's part in one forward pass.
+    """One layer's part in one forward pass: float32 scalars, of which l1 alone has a gradient.
 
-    Scalars, float32, of which l1 alone has a gradient: the sum over neurons of |h|, averaged over tokens. nnz: how many
-    neurons fire at a token on average. lost: the share of tokens that the sparse kernels finished from the dense
-    weights (ops.survivors); None where they did not run. heavy: the share of tokens at which more than HEAVY of the
-    neurons fire, and light: nnz with none firing at these; None in a layer that was not swapped."""
+    l1: the sum over neurons of |h|, averaged over tokens. nnz: how many neurons fire at a token on average. lost: the
+    share of tokens that the sparse kernels finished from the dense weights (ops.survivors); None where they did not
+    run. heavy: the share of tokens at which more than HEAVY of the neurons fire, and light: nnz with none firing at
+    these; None in a layer that was not swapped."""
 
     name: str
     l1: Tensor
@@ -83,8 +72,8 @@ def learn(layer: nn.Module, x: Tensor, weights: tuple, path) -> Tensor:
     """Compute a SparseFFN's output for x [..., d_model] where gradients are needed, or a report is asked for.
 
     weights: gate, up, down and the three biases. path: the planned Path; its `learns` counts where `learn` of the layer
-    was given none. Kernels have gradients of the ReLU alone. Once asked to report, a layer always takes the operator
-    that can: a forward that is recomputed (checkpointing) must save what the first one saved."""
+    was given none. Once asked to report, a layer always takes the operator that can: a forward that is recomputed
+    (checkpointing) must save what the first one saved."""
     way = layer.learning or path.learns
     short = way == DENSE and not (layer.reports or x.is_cuda and hides_host(x))
     if layer.acts != RELU or layer.gate is layer.up or short:
@@ -95,15 +84,14 @@ def learn(layer: nn.Module, x: Tensor, weights: tuple, path) -> Tensor:
     if layer.told is not None:
         _refuse_reentrant()
         share = None if lost is None else lost[0].float() / kept.numel()
-        numbers = light_and_heavy(kept, weights[1].shape[0])
-        layer.told.append(Told(l1.mean(), kept.float().mean(), share, *numbers))
+        layer.told.append((l1.mean(), kept.float().mean(), share, *light_and_heavy(kept, weights[1].shape[0])))
     return y
 
 
-def of_hidden(h: Tensor) -> Told:
+def of_hidden(h: Tensor) -> tuple[Tensor, ...]:
     """Return the report of a layer whose hidden values are h [..., d_ff]."""
     _refuse_reentrant()
-    return Told(layer_l1(h), layer_nnz(h.detach()))
+    return layer_l1(h), layer_nnz(h.detach())
 
 
 def _refuse_reentrant() -> None:
@@ -122,9 +110,8 @@ def _refuse_reentrant() -> None:
         frame = frame.f_back
 
 
-def _reporting(told: list[Told]) -> Callable:
-    """Return a hook for what stands before a dense down projection. A closure: what torch.compile of torch 2.11 appends
-    to a list among a function's defaults is lost."""
+def _reporting(told: list[tuple]) -> Callable:
+    # A closure: what torch.compile of torch 2.11 appends to a list among a function's defaults is lost.
 
     def hook(module: nn.Module, args: tuple) -> None:
         told.append(of_hidden(args[0]))
@@ -136,12 +123,10 @@ def _reporting(told: list[Told]) -> Callable:
 
 
 class LayerTerms(Sequence[LayerTerm]):
-    """The terms of the forward passes so far, those of the first one first, each in the order of the model's layers.
+    """The terms of the forward passes so far, those of the first one first, each in the order of the model's layers:
+    passes are told apart by counting, which is wrong where a layer is skipped in one of several, or runs twice."""
 
-    Which pass a term belongs to is found by counting: the count is wrong where a layer is skipped in one of several
-    passes, or runs twice in one."""
-
-    def __init__(self, told: dict[str, list[Told]], layers: list) -> None:
+    def __init__(self, told: dict[str, list[tuple]], layers: list) -> None:
         self._told, self._layers = told, layers
 
     def _all(self) -> list[LayerTerm]:
@@ -163,28 +148,23 @@ class LayerTerms(Sequence[LayerTerm]):
             told.clear()
 
     def finite(self) -> Tensor:
-        """Return whether every weight and bias of these layers is finite now: a bool scalar on their device, to be read
-        together with the loss, now and then. A NaN in the weights of a silent neuron would show in a dense layer's
-        loss; kernels that skip silent neurons never read it."""
+        """Return whether every weight and bias of these layers is finite now, a bool scalar on their device. A NaN in
+        the weights of a silent neuron would show in a dense layer's loss; sparse kernels never read it."""
         parts = [part for layer in self._layers for part in (layer.gate, layer.up, layer.down) if part is not None]
         owned = {id(p): p.detach() for part in parts for p in owner_of(part).parameters() if p.numel()}
         return all_finite([*owned.values()])
-
-    def __repr__(self) -> str:
-        return f"LayerTerms({self._all()})"
 
 
 @contextmanager
 def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     """Within this context each forward pass adds a LayerTerm for every feed-forward layer that runs, in order.
 
-    Enter it for each pass anew, or `clear` the terms between passes: for each further pass torch.compile makes another
-    graph. Do not enter it twice at once for a model. Leave it before the backward pass: under gradient checkpointing
-    layers run a second time there. If a dense model is compiled, compile it within the context: torch does not look for
-    hooks later. Raises InputError for a model without a ReLU or squared ReLU feed-forward layer, and where a layer runs
-    under reentrant checkpointing (use_reentrant=True)."""
+    Enter it for each pass anew, or `clear` the terms between passes; not twice at once for a model. Leave it before the
+    backward pass: under gradient checkpointing layers run a second time there. Compile a dense model within it: torch
+    does not look for hooks later. InputError for a model without a ReLU or squared ReLU feed-forward layer, and where a
+    layer runs under reentrant checkpointing (use_reentrant=True)."""
     layers = firing_layers(model)
-    told: dict[str, list[Told]] = {layer.name: [] for layer in layers}
+    told: dict[str, list[tuple]] = {layer.name: [] for layer in layers}
     sparse = [layer for layer in layers if hasattr(layer.module, "told")]
     dense = [layer for layer in layers if not hasattr(layer.module, "told")]
     hooks = [layer.down.register_forward_pre_hook(_reporting(told[layer.name])) for layer in dense]

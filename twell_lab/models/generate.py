@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..core import InputError
-from .tiny import LanguageModel, check_generation
+from .tiny import Keys, LanguageModel, check_whole
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -34,19 +34,17 @@ _WORTH = 16  # from so many steps on, compiling and capturing are tried
 _RECOMPILED = 64  # models, batches and ways to choose that torch.compile keeps the step for
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # the kinds of layers whose keys and values fit here
 _PENALTY = "RepetitionPenaltyLogitsProcessor"
-_WARPERS = (_PENALTY, "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")  # what a step does, too
+# What changes scores within a step, in transformers' order, and the field of _Rule that says how.
+_WARPERS = {_PENALTY: "penalty", "TemperatureLogitsWarper": "temperature"}
+_WARPERS |= {"TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p"}
 _BROKEN = "the model's scores are not numbers; accepted: a model whose weights are finite"
 _LENGTH, _END = "MaxLengthCriteria", "EosTokenCriteria"  # what the loop stops for by itself
+_SEEDS = 2**63
+_LEAST = 1e-6  # of temperatures: below it the most likely token is drawn anyway, and float32 holds no quotients
 _SETTINGS = ("training", "threshold", "_disable_adapters", "_active_adapter", "scaling")  # what a step is made for
-_PREPARED = (
-    "attention_mask",
-    "position_ids",
-    "use_cache",
-    "past_key_values",
-    "cache",
-    "cache_position",
-    "logits_to_keep",
-)
+# What transformers prepares for a forward and the loop makes by itself.
+_PREPARED = {"attention_mask", "position_ids", "use_cache", "past_key_values", "cache", "cache_position"}
+_PREPARED |= {"logits_to_keep"}
 
 
 class Options(TypedDict, total=False):
@@ -90,107 +88,101 @@ def generate(model: nn.Module, input_ids: Tensor, **options: Unpack[Options]) ->
     prepared: dict[str, Any] = {**options}
     if "logits_processor" in prepared:
         return _decode(model, input_ids, **prepared)
-    if unknown := options.keys() - Options.__annotations__.keys():
-        raise InputError(f"generate got {sorted(unknown)[0]!r}; accepted: {', '.join(Options.__annotations__)}")
     given = dict.fromkeys(Options.__annotations__) | {"max_new_tokens": 20, "temperature": 0.0} | prepared
-    ours, draw = isinstance(model, LanguageModel), {name: given[name] for name in ("temperature", "top_k", "seed")}
-    vocabulary = _vocabulary(model)
-    check_generation(input_ids, given["max_new_tokens"], draw["temperature"], draw["top_k"], draw["seed"], vocabulary)
-    _check(given, input_ids)
-    ids = torch.atleast_2d(input_ids)
-    ids = ids if _device(model).type == "meta" else ids.to(_device(model))  # accelerate keeps weights elsewhere then
-    if streamer := given["streamer"]:
+    _check(model, input_ids, given)
+    given["temperature"] *= given["temperature"] > _LEAST
+    ids, device, streamer = torch.atleast_2d(input_ids), next(model.parameters()).device, given["streamer"]
+    ids = ids if device.type == "meta" else ids.to(device)  # accelerate keeps weights elsewhere then
+    if streamer:
         streamer.put(ids.cpu())
-    text = _of_ours(model, ids, given, draw) if ours else _of_theirs(model, ids, given)
-    return text.reshape(*input_ids.shape[:-1], -1)
+    if given["max_new_tokens"]:
+        ids = (_of_ours if isinstance(model, LanguageModel) else _of_theirs)(model, ids, given)
+    elif streamer:
+        streamer.end()
+    return ids.reshape(*input_ids.shape[:-1], -1)
 
 
-def _check(given: dict, ids: Tensor) -> None:
-    top_p, stop, mask = given["top_p"], given["stop"], given["attention_mask"]
+def _check(model: Any, ids: Tensor, given: dict) -> None:
+    if unknown := given.keys() - Options.__annotations__.keys():
+        raise InputError(f"generate got {sorted(unknown)[0]!r}; accepted: {', '.join(Options.__annotations__)}")
+    (vocabulary, longest), ours = _sizes(model), isinstance(model, LanguageModel)
+    tokens, temperature, top_p, stop = (given[name] for name in ("max_new_tokens", "temperature", "top_p", "stop"))
+    what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+    if not what.startswith("torch.int64") or ids.dim() not in (1, 2) or not ids.numel():
+        raise InputError(f"prompt is {what}; accepted: int64 [length] or [batch, length], at least one token")
+    if wrong := [n for n in (ids.min().item(), ids.max().item()) if not 0 <= n < vocabulary]:
+        raise InputError(f"prompt has the token {wrong[0]}; accepted: token numbers from 0 to {vocabulary - 1}")
+    check_whole("max_new_tokens", tokens, 0)
+    check_whole("top_k", 1 if given["top_k"] is None else given["top_k"], 1)
+    check_whole("seed", given["seed"] or 0, 0, _SEEDS - 1)
+    if type(temperature) not in (int, float) or not 0 <= temperature < torch.inf:
+        raise InputError(f"temperature is {temperature!r}; accepted: a finite number from 0 up")
     if top_p is not None and not (isinstance(top_p, (int, float)) and 0 < top_p <= 1):
         raise InputError(f"top_p is {top_p!r}; accepted: a number above 0 and up to 1")
     if stop is not None and given["tokenizer"] is None:
         raise InputError(f"stop is {stop!r:.80} without a tokenizer; accepted: with the model's")
+    mask = given["attention_mask"]
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape or not mask[..., -1].all()):
-        shape = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(
-            f"attention_mask is {shape}, for prompts of shape {list(ids.shape)}; accepted: of their shape, and with "
-            "zeros on the left alone"
-        )
+        shapes = f"{list(getattr(mask, 'shape', [type(mask)]))}, for prompts of shape {list(ids.shape)}"
+        raise InputError(f"attention_mask is {shapes}; accepted: of their shape, with zeros on the left alone")
+    if ours and (stop is not None or mask is not None):
+        raise InputError("stop or attention_mask is given with a LanguageModel; accepted: a model of transformers")
+    if not ours and longest and ids.shape[-1] + tokens > longest:
+        asked = f"max_new_tokens is {tokens} after a prompt of {ids.shape[-1]}"
+        raise InputError(f"{asked}; the model reads up to {longest} together")
 
 
-def _vocabulary(model: Any) -> int:
-    """Return how many token numbers there are."""
+def _sizes(model: Any) -> tuple[int, int | None]:
+    """Return how many token numbers there are, and how many tokens a model reads together."""
     if isinstance(model, LanguageModel):
-        return model.config.vocabulary
+        return model.config.vocabulary, model.config.context
     if not isinstance(model, nn.Module) or not getattr(model, "can_generate", bool)():
         raise InputError(
             f"model is a {type(model).__name__}; accepted: a model of transformers that generates text, or a "
             "LanguageModel of this project, as tl.load gives both"
         )
-    return model.config.get_text_config().vocab_size
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    config = model.config.get_text_config()
+    return config.vocab_size, getattr(config, "max_position_embeddings", None)
 
 
 # ---- the two kinds of models
 
 
-def _of_ours(model: LanguageModel, ids: Tensor, given: dict, draw: dict) -> Tensor:
-    for name in ("stop", "attention_mask"):
-        if given[name] is not None:
-            raise InputError(f"{name} is given with a LanguageModel; accepted: with a model of transformers")
-    tokens, streamer, context = given["max_new_tokens"], given["streamer"], model.config.context
-    if ids.shape[1] + tokens <= context:
-        rule = _Rule(given["temperature"], given["top_k"] or 0, given["top_p"] or 1.0)
-        return _loop(model, ids, tokens, rule, given["seed"], streamer)
-    if given["top_p"] is not None:
-        raise InputError(f"top_p is given for a text beyond the context of {context}; accepted: within it")
-    if ids.device.type == _ON:
-        _say_once(model, f"prompt and text are longer than its context of {context}")
-    new = model.generate(ids, tokens, **draw)
-    for token in new.t() if streamer else ():
-        streamer.put(token.cpu())
+def _of_ours(model: LanguageModel, ids: Tensor, given: dict) -> Tensor:
+    """Decode; beyond the context, read on from a multiple of half of it, the first at which what follows fits."""
+    context, left, seed, streamer = model.config.context, given["max_new_tokens"], given["seed"], given["streamer"]
+    rule, half = (
+        _Rule(given["temperature"], given["top_k"] or 0, given["top_p"] or 1.0, streamer=streamer),
+        (context + 1) // 2,
+    )
+    while left:
+        first = max(0, -(-(ids.shape[1] - context) // half) * half)  # the first token that is read
+        tokens = min(left, context + 1 - len(ids[0, first:]))
+        ids = torch.cat([ids[:, :first], _loop(model, ids[:, first:], tokens, rule._replace(seed=seed))], 1)
+        left, seed = left - tokens, None if seed is None else (seed + 1) % _SEEDS
     if streamer:
         streamer.end()
-    return torch.cat([ids, new], 1)
+    return ids
 
 
 def _of_theirs(model: Any, ids: Tensor, given: dict) -> Tensor:
     from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
-    tokens, temperature = given["max_new_tokens"], given["temperature"]
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest and ids.shape[1] + tokens > longest:
-        raise InputError(
-            f"max_new_tokens is {tokens} after a prompt of {ids.shape[1]}; the model reads up to {longest} together"
-        )
-    if not tokens:
-        if given["streamer"]:
-            given["streamer"].end()
-        return ids
-    own = model.generation_config
+    own, temperature, stop, mask = model.generation_config, given["temperature"], given["stop"], given["attention_mask"]
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     how = {"temperature": temperature, "top_k": given["top_k"] or 0, "top_p": given["top_p"] or 1.0}
     config = GenerationConfig(
-        max_new_tokens=tokens,
+        max_new_tokens=given["max_new_tokens"],
         do_sample=temperature > 0,
-        num_beams=1,
-        num_return_sequences=1,
-        return_dict_in_generate=False,
         pad_token_id=(ends[0] or 0) if own.pad_token_id is None else own.pad_token_id,
+        **{"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False},
         **(how if temperature else {}),
     )
-    stop = given["stop"]
-    criteria = [] if stop is None else [StopStringCriteria(given["tokenizer"], stop)]
-    mask = torch.ones_like(ids) if given["attention_mask"] is None else torch.atleast_2d(given["attention_mask"])
     return model.generate(
         ids,
-        attention_mask=mask.to(ids.device),
+        attention_mask=torch.ones_like(ids) if mask is None else torch.atleast_2d(mask).to(ids.device),
         generation_config=config,
-        stopping_criteria=StoppingCriteriaList(criteria),
+        stopping_criteria=StoppingCriteriaList([] if stop is None else [StopStringCriteria(given["tokenizer"], stop)]),
         custom_generate=partial(_decode, streamer=given["streamer"], seed=given["seed"]),
     )
 
@@ -211,47 +203,32 @@ def _decode(
     mode = generation_config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise InputError(f"the generation configuration asks for {mode.value}; accepted: greedy search and sampling")
-    named = {type(one).__name__: one for one in logits_processor}
-    others = [name for name in named if name not in _WARPERS]
-    if len(named) < len(logits_processor) or [*named] != [name for name in _WARPERS if name in named]:
-        others = others or [*named]  # in another order, or twice, as somebody may pass them
-    why = _why_plain(model) or _why_plain_call(generation_config, others, prepared)
-    changes = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
-    if not why and changes and input_ids.shape[1] <= changes < stopping_criteria.max_length:
-        why = f"it reads all anew at token {changes + 1}"  # as Phi-3, where positions change their scale
-    if why:
+    kinds = [type(one).__name__ for one in logits_processor]
+    places = range(input_ids.shape[1], stopping_criteria.max_length)
+    if why := _why_plain(model, generation_config, kinds, places, prepared):
         _say_once(model, why)
-        devices = [input_ids.device] if input_ids.is_cuda else []
-        with torch.random.fork_rng(devices, enabled=seed is not None):
+        with torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else [], enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             more = {"generation_config": generation_config, "synced_gpus": synced_gpus, "streamer": streamer}
             checked = type(logits_processor)([_check_scores, *logits_processor])
             return model._sample(input_ids, checked, stopping_criteria, **more, **prepared)
     # Read off the processors and criteria: those that somebody passes take the place of the configuration's.
-    draws = generation_config.do_sample
-    penalty, *warpers = (named.get(name) for name in _WARPERS)
-    how = zip(warpers, ("temperature", "top_k", "top_p"), (1.0 if draws else 0.0, 0, 1.0))
-    rule = _Rule(*(getattr(one, name) if draws and one else other for one, name, other in how))
-    repeated = None
-    if penalty:  # which knows what of the prompt counts
-        rule = rule._replace(penalty=penalty.penalty)
-        repeated = penalty(input_ids, input_ids.new_ones(len(input_ids), _vocabulary(model), dtype=torch.float32)) != 1
+    draws, filler = generation_config.do_sample, generation_config._pad_token_tensor
+    how: dict[str, Any] = {"temperature": 1.0 if draws else 0.0, "mask": prepared.get("attention_mask")}
+    for kind, one in zip(kinds, logits_processor):
+        if draws or kind == _PENALTY:
+            how[_WARPERS[kind]] = getattr(one, _WARPERS[kind])
+        if kind == _PENALTY:  # which knows what of the prompt counts
+            how["repeated"] = one(input_ids, torch.ones(len(input_ids), _sizes(model)[0], device=input_ids.device)) != 1
     stops = {type(one).__name__: one for one in stopping_criteria}
-    filler = generation_config._pad_token_tensor
-    return _loop(
-        model,
-        input_ids,
-        max(1, stopping_criteria.max_length - input_ids.shape[1]),
-        rule,
-        seed,
-        streamer,
-        prepared.get("attention_mask"),
-        repeated,
-        ends=tuple(stops[_END].eos_token_id.reshape(-1).tolist()) if _END in stops else (),
-        filler=0 if filler is None else int(filler),
-        criteria=[one for one in stopping_criteria if type(one).__name__ not in (_LENGTH, _END)],
-    )
+    how["ends"] = tuple(stops[_END].eos_token_id.reshape(-1).tolist()) if _END in stops else ()
+    how["criteria"] = [one for one in stopping_criteria if type(one).__name__ not in (_LENGTH, _END)]
+    rule = _Rule(**how, filler=0 if filler is None else int(filler), seed=seed, streamer=streamer)
+    text = _loop(model, input_ids, max(1, len(places)), rule)
+    if streamer:
+        streamer.end()
+    return text
 
 
 def _check_scores(ids: Tensor, scores: Tensor) -> Tensor:
@@ -261,71 +238,70 @@ def _check_scores(ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-# ---- where the step cannot be captured
+def _why_plain(model: Any, asked: Any, processors: list[str], places: range, prepared: dict) -> str:
+    """Return why transformers' own loop is taken, or nothing.
 
-
-def _why_plain(model: Any) -> str:
-    """Return why the model's own loop is taken whatever is asked for, or nothing."""
+    asked: the generation configuration. processors: the kinds of what changes scores. places: of the new tokens."""
+    config, takes = model.config.get_text_config(), inspect.signature(model.forward).parameters
+    prepares, devices = model.prepare_inputs_for_generation, {t.device for t in model.parameters()}
     moved = {"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()}
-    if _device(model).type != _ON or len({t.device for t in model.parameters()}) > 1 or moved and _ON == "cuda":
-        return "it is not all on one GPU"
-    config = model.config.get_text_config()
-    if getattr(model.config, "is_encoder_decoder", False):
-        return "it has an encoder"
-    takes = inspect.signature(model.forward).parameters
-    if "position_ids" not in takes or getattr(config, "alibi", False):
-        return "it takes no positions of tokens"
-    if not {"cache", "past_key_values"} & takes.keys():
-        return "it keeps no keys and values"
-    if any(buffer.dim() == 4 and buffer.dtype == torch.bool for buffer in model.buffers()):
-        return "its layers have masks of their own"  # by how many keys there are, as GPT-Neo's
-    if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
-        return "another module prepares its inputs"  # as PEFT's prompt tuning
-    if strange := set(getattr(config, "layer_types", None) or ()) - {_FULL, _SLIDING}:
-        return f"it has layers of {sorted(strange)[0]!r}"
-    if config._attn_implementation not in ("sdpa", "eager"):
-        return f"its attention is {config._attn_implementation!r}"
-    return ""
-
-
-def _why_plain_call(config: Any, processors: list[str], prepared: dict) -> str:
-    """Return why transformers' loop is taken for what this call asks for, or nothing."""
     past = prepared.get("past_key_values", prepared.get("cache"))
-    if processors:
-        return f"scores pass through a {processors[0]}"
-    if more := [name for name, value in prepared.items() if name not in _PREPARED and value is not None]:
-        return f"its forward is given {more[0]!r}"
-    if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
-        return "it is given keys and values"
-    if config.return_dict_in_generate or not prepared.get("use_cache", True):
-        return "more than its tokens is asked for, or it may keep no keys and values"
-    return ""
+    given = [name for name, value in prepared.items() if name not in _PREPARED and value is not None]
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - {_FULL, _SLIDING})
+    changes = getattr(config, "original_max_position_embeddings", None)
+    reasons = {
+        "it is not all on one GPU": {d.type for d in devices} != {_ON} or len(devices) > 1 or moved and _ON == "cuda",
+        "it has an encoder": getattr(model.config, "is_encoder_decoder", False),
+        "it takes no positions of tokens": "position_ids" not in takes or getattr(config, "alibi", False),
+        "it keeps no keys and values": not {"cache", "past_key_values"} & takes.keys(),
+        # By how many keys there are, as GPT-Neo's.
+        "its layers have masks of their own": any(b.dim() == 4 and b.dtype == torch.bool for b in model.buffers()),
+        # As PEFT's prompt tuning.
+        "another module prepares its inputs": getattr(prepares, "__self__", model) is not model,
+        f"it has layers of {strange[:1]}": strange,
+        f"its attention is {config._attn_implementation!r}": config._attn_implementation not in ("sdpa", "eager"),
+        f"scores pass through {', '.join(processors)}": processors != [name for name in _WARPERS if name in processors],
+        f"its forward is given {given[:1]}": given,
+        "it is given keys and values": past is not None
+        and (past.get_seq_length() or hasattr(past, "_is_user_defined")),
+        "more than its tokens is asked for": asked.return_dict_in_generate,
+        "it may keep no keys and values": not prepared.get("use_cache", True),
+        # As Phi-3, where positions change their scale.
+        f"it reads all anew at token {(changes or 0) + 1}": changes in places,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
-def _say_once(model: Any, why: str, what: str = "decodes step by step") -> None:
-    key = type(model).__name__, what, why
-    if key not in _said:
-        _said.add(key)
-        warnings.warn(f"generate: {key[0]} {what}, as {why}", stacklevel=4)
+def _say_once(model: Any, why: str, error: object = "", what: str = "decodes step by step") -> None:
+    _warn(f"generate: {type(model).__name__} {what}, as {why}{str(error).partition(chr(10))[0]:.200}")
 
 
-def _first_line(error: Exception) -> str:
-    return f"{str(error).partition(chr(10))[0]:.200}"
-
-
-_said: set[tuple[str, str, str]] = set()
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=5)
 
 
 # ---- the loop
 
 
 class _Rule(NamedTuple):
-    """Say by which rule a token is chosen from scores; temperature 0: the most likely one."""
+    """Say by which rule tokens are chosen from scores; temperature 0: the most likely ones.
+
+    repeated: the tokens that count as such, bool [batch, vocabulary]. mask: of the prompts. ends: tokens behind which
+    there is only `filler`. criteria: of transformers, asked after each token, for which the loop has to wait; without
+    them it reads a token while the next one is computed."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     penalty: float = 1.0
+    repeated: Tensor | None = None
+    mask: Tensor | None = None
+    ends: tuple[int, ...] = ()
+    filler: int = 0
+    criteria: Sequence[Any] = ()
+    seed: int | None = None
+    streamer: BaseStreamer | None = None
 
     @property
     def kind(self) -> tuple[bool, bool, bool]:
@@ -333,34 +309,21 @@ class _Rule(NamedTuple):
         return self.temperature > 0, self.top_k > 0 or self.top_p < 1, self.penalty != 1
 
 
-def _loop(
-    model: Any,
-    ids: Tensor,
-    tokens: int,
-    rule: _Rule,
-    seed: int | None,
-    streamer: BaseStreamer | None,
-    mask: Tensor | None = None,
-    repeated: Tensor | None = None,
-    ends: tuple[int, ...] = (),
-    filler: int = 0,
-    criteria: Sequence[Any] = (),
-) -> Tensor:
-    """Return prompts and new tokens, up to where all sequences have ended. criteria: of transformers, asked after each
-    token, for which the loop has to wait; without them it reads a token while the next one is computed."""
-    (batch, length), late, done = ids.shape, 0 if criteria else 1, 0
+def _loop(model: Any, ids: Tensor, tokens: int, rule: _Rule) -> Tensor:
+    """Return prompts and new tokens, up to where all sequences have ended."""
+    (batch, length), late, done = ids.shape, 0 if rule.criteria else 1, 0
     generator = torch.Generator(ids.device)
-    generator.seed() if seed is None else generator.manual_seed(seed)
-    text = pad(ids, (0, tokens), value=filler)
+    generator.seed() if rule.seed is None else generator.manual_seed(rule.seed)
+    text = pad(ids, (0, tokens), value=rule.filler)
     room = -(-text.shape[1] // _ROUNDED) * _ROUNDED
-    form = (batch, room, rule.kind, ends, filler, _state(model))
+    form = (batch, room, rule.kind, rule.ends, rule.filler, _state(model))
     step = _steps.pop(model, None)  # while it is in use, another thread makes its own
     if step is not None and step.form != form:
         step = None  # before the next one is made, since its memory is needed
     keys = Keys(room) if step is None else step.keys
-    scores = read_prompt(model, ids, mask, keys)
+    scores = read_prompt(model, ids, rule.mask, keys)
     step = step or Step(form, scores, keys)
-    step.load(length, mask, rule, repeated)
+    step.load(length, rule)
     sent: list[tuple[Tensor, Any]] = []
     over = torch.zeros(batch, dtype=torch.bool)
     for number in range(tokens + late):
@@ -376,18 +339,16 @@ def _loop(
         token, arrived = sent.pop(0)
         if arrived is not None:
             arrived.synchronize()
-        over |= torch.isin(token, torch.tensor(ends, dtype=token.dtype))
-        if streamer is not None:
-            streamer.put(token)
-        for criterion in criteria:
+        over |= torch.isin(token, torch.tensor(rule.ends, dtype=token.dtype))
+        if rule.streamer:
+            rule.streamer.put(token)
+        for criterion in rule.criteria:
             step.finished |= criterion(text[:, : length + done], None)
             over |= step.finished.cpu()
         if over.all():
             break
     if step.broken:
         raise InputError(_BROKEN)
-    if streamer is not None:
-        streamer.end()
     _steps[model] = step
     return text[:, : length + done]
 
@@ -406,18 +367,10 @@ def _send(token: Tensor) -> tuple[Tensor, Any]:
 def _state(model: nn.Module) -> int:
     """Return a number that changes when a module of the model, its hooks, its path, its threshold, whether an adapter
     of PEFT is on, or where a weight lies does."""
-    modules = [
-        (
-            id(m),
-            *m._forward_hooks,
-            *m._forward_pre_hooks,
-            *getattr(m, "choices", ()),
-            *(str(vars(m).get(name)) for name in _SETTINGS),
-        )
-        for m in model.modules()
-    ]
+    modules = [(id(m), *m._forward_hooks, *m._forward_pre_hooks, *getattr(m, "choices", ())) for m in model.modules()]
+    settings = [str(vars(m).get(name)) for m in model.modules() for name in _SETTINGS]
     weights = [(t.data_ptr(), t.dtype, t.stride()) for t in (*model.parameters(), *model.buffers())]
-    return hash((*modules, *weights))
+    return hash((*modules, *settings, *weights))
 
 
 def read_prompt(model: Any, ids: Tensor, mask: Tensor | None, keys: Keys) -> Tensor:
@@ -426,7 +379,7 @@ def read_prompt(model: Any, ids: Tensor, mask: Tensor | None, keys: Keys) -> Ten
     end, slots = ids.shape[1], torch.arange(keys.room, device=ids.device)
     if isinstance(model, LanguageModel):
         keys.take(slots[:end], end)
-        return model.head(model.read(ids, slots[:end], keys.parts(len(model.layers), None))[:, -1])
+        return model.head(model.read(ids, slots[:end], keys)[:, -1])
     takes = inspect.signature(model.forward).parameters
     more: dict = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     more |= {"use_cache": True, cache_name(model): _cache(keys)}
@@ -445,12 +398,12 @@ def _cache(keys: Keys) -> Any:
 
     class Layer(DynamicLayer):
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            self.is_initialized, number = True, cache.layers.index(self)
+            self.is_initialized, number = True, grows.layers.index(self)
             self.keys, self.values = keys.update(key_states, value_states, number)
             return self.keys, self.values
 
-    cache = Cache(layer_class_to_replicate=Layer)
-    return cache
+    grows = Cache(layer_class_to_replicate=Layer)
+    return grows
 
 
 def cache_name(model: nn.Module) -> str:
@@ -459,49 +412,6 @@ def cache_name(model: nn.Module) -> str:
 
 
 # ---- the step
-
-
-class Keys:
-    """The keys and values of all layers, [batch, heads, room, width] each, in memory of a fixed size: what a step gives
-    models as their cache."""
-
-    is_compileable, is_initialized = False, True  # whether transformers may compile for it; and whether it holds some
-    mask: Tensor | None = None
-
-    def __init__(self, room: int, layers: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        self.room, self.layers = room, list(layers)
-        self.places, self.end = torch.empty(0), 0
-
-    def take(self, places: Tensor, end: int) -> None:
-        """Put what comes next at these places, int64 [tokens] on the device, and give models what lies before `end`."""
-        self.places, self.end = places, end
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Take the keys and values of new tokens, and return those of that layer up to `end`."""
-        if layer == len(self.layers):
-            one, other = (t.new_zeros(*t.shape[:2], self.room, t.shape[3]) for t in (keys, values))
-            self.layers.append((one, other))
-        for room, new in zip(self.layers[layer], (keys, values)):
-            room.index_copy_(2, self.places, new)
-        there, those = self.layers[layer]
-        return there[:, :, : self.end], those[:, :, : self.end]
-
-    def parts(self, layers: int, mask: Tensor | None) -> list[OfLayer]:
-        """Return each layer's part, for a LanguageModel."""
-        return [OfLayer(self, layer, mask) for layer in range(layers)]
-
-    def get_seq_length(self, *_: Any) -> int:
-        return self.room - 1
-
-
-class OfLayer:
-    """One layer's part of Keys, as a LanguageModel takes it."""
-
-    def __init__(self, keys: Keys, layer: int, mask: Tensor | None) -> None:
-        self.keys, self.layer, self.mask = keys, layer, mask
-
-    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        return self.keys.update(key, value, self.layer)
 
 
 class Step:
@@ -529,22 +439,21 @@ class Step:
         self.call: Callable[..., None] = _step
         self.ahead = [Step._compile, Step._try, Step._capture]
 
-    def load(self, length: int, mask: Tensor | None, rule: _Rule, repeated: Tensor | None = None) -> None:
-        """Begin anew behind a prompt of so many tokens. repeated: the tokens that count as such, bool [batch,
-        vocabulary]."""
+    def load(self, length: int, rule: _Rule) -> None:
+        """Begin anew behind a prompt of so many tokens."""
         self.keys.take(self.place, self.keys.room)
         self.place.fill_(length)
         self.real.fill_(True)
-        if mask is None:
+        if rule.mask is None:
             self.position.fill_(length)
         else:
-            self.real[:, :length] = mask.bool()
-            self.position.copy_(mask.sum(1, keepdim=True))
+            self.real[:, :length] = rule.mask.bool()
+            self.position.copy_(rule.mask.sum(1, keepdim=True))
         self.finished.zero_()
         self.broken.zero_()
         self.numbers.copy_(torch.tensor([rule.temperature, rule.top_k or len(self.ranks), rule.top_p, rule.penalty]))
         if self.repeated is not None:
-            self.repeated.copy_(repeated)
+            self.repeated.copy_(rule.repeated)
 
     def advance(self, model: Any, left: int) -> None:
         """Take a step: the first one is compiled, the second one shows whether it waits for the GPU, the third one is
@@ -562,7 +471,7 @@ class Step:
             with torch._dynamo.config.patch(recompile_limit=_RECOMPILED):
                 self.call(model, self)
         except Exception as error:  # of many kinds; nothing was computed
-            _say_once(model, f"its step cannot be compiled: {_first_line(error)}", "decodes uncompiled")
+            _say_once(model, "its step cannot be compiled: ", error, "decodes uncompiled")
             self.call = _step
             self.call(model, self)
 
@@ -575,7 +484,7 @@ class Step:
                 self.call(model, self)
         except RuntimeError as error:
             self.ahead.clear()
-            _say_once(model, f"a step waits for the GPU: {_first_line(error)}")
+            _say_once(model, "a step waits for the GPU: ", error)
             torch.cuda.current_stream().wait_stream(self.stream)
             for t, value in zip(moved, before):
                 t.copy_(value)
@@ -588,7 +497,7 @@ class Step:
             with torch.cuda.graph(graph, stream=self._beside(), capture_error_mode="thread_local"):
                 self.call(model, self)
         except RuntimeError as error:  # as of too little memory
-            _say_once(model, f"its step cannot be captured: {_first_line(error)}")
+            _say_once(model, "its step cannot be captured: ", error)
             self.call(model, self)
         else:
             self.graph = graph
@@ -643,8 +552,7 @@ def _step(model: Any, step: Step) -> None:
     """Compute the scores behind the last token, and choose the next one. Nothing here waits for the device."""
     ids = step.token[:, None]
     if isinstance(model, LanguageModel):
-        pasts = step.keys.parts(len(model.layers), step.masks(None, torch.float32))
-        scores = model.head(model.read(ids, step.place, pasts)[:, -1])
+        scores = model.head(model.read(ids, step.place, step.keys, step.masks(None, torch.float32))[:, -1])
     else:
         masks = step.masks(model.config.get_text_config(), model.dtype)
         earlier = {"attention_mask": masks, "position_ids": step.position, cache_name(model): step.keys}

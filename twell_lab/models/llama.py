@@ -120,14 +120,11 @@ def tokenizer_files(tokenizer: str | None, vocabulary: int, context: int) -> dic
         numbers = [*fields["model"]["vocab"].values(), *(token["id"] for token in fields.get("added_tokens") or ())]
         most = 1 + max(numbers)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"tokenizer is no JSON of the tokenizers library with a vocabulary by token ({type(error).__name__}: "
-            f"{error}); accepted: what its tokenizer.json holds, or None for bytes"
-        ) from None
+        raise InputError(f"tokenizer is no tokenizer.json with a vocabulary by token ({error!r:.200})") from None
     if most > vocabulary or tokenizer is None and most < vocabulary:
         raise InputError(
-            f"the model has a vocabulary of {vocabulary}, and the tokenizer{' of bytes' if tokenizer is None else ''} "
-            f"{most} token numbers; accepted: the tokenizer that the model was trained with"
+            f"the model has a vocabulary of {vocabulary}, and the tokenizer {most} token numbers; accepted: the one of "
+            "its training, or None for bytes"
         )
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -143,8 +140,8 @@ def bytes_tokenizer() -> str:
     its byte; 0 is EDGE."""
     # How byte-level tokenizers write a byte: as Latin-1 if that is printable, otherwise as a character from U+0100 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(256) if byte not in printable)
-    written = {byte: byte for byte in printable} | {byte: 256 + i for i, byte in enumerate(others)}
+    others = [byte for byte in range(256) if byte not in printable]
+    written = {byte: byte for byte in printable} | {byte: 256 + place for place, byte in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocabulary = {chr(written[byte]) if byte else EDGE: byte for byte in range(256)}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -45,13 +45,12 @@ def load(
 
     name: a folder: one that transformers reads, that `LanguageModel.save` wrote, or of a checkpoint of the paper's, of
     ProSparse, MiniCPM-S or Bamboo; or the name of such a repository on the Hugging Face Hub ("SakanaAI/SparseLM0.5B"),
-    which is downloaded unless it is in the Hub's cache. Nothing large is fetched of a model whose kind could not be
-    loaded. dtype: of the weights; by default what the checkpoint says. device: where the model goes. revision: of a
-    repository: a branch, tag or commit.
+    which is downloaded unless it is in the Hub's cache. dtype: of the weights; by default what the checkpoint says.
+    device: where the model goes. revision: of a repository: a branch, tag or commit.
 
     Raises InputError for a wrong dtype or name, a repository that cannot be reached, weights or thresholds that are
-    missing or do not fit the configuration, and a model that needs code of its own; DeviceError for a device that is
-    not there; StackError where transformers is missing."""
+    missing or do not fit, and a model that needs code of its own; DeviceError for a device that is not there;
+    StackError where transformers is missing."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype is {dtype!r:.80}; a floating-point dtype of torch is accepted, or None")
     place = clock.present_device(device)
@@ -64,9 +63,6 @@ def load(
         except RecordError as error:
             raise InputError(str(error)) from error
     return model.to(place, dtype).eval()
-
-
-# ---- where it is ----
 
 
 def folder_of(name: str | os.PathLike, revision: str | None = None) -> Path:
@@ -122,9 +118,6 @@ def tokenizer_of(folder: Path):
         ) from error
 
 
-# ---- what it is ----
-
-
 def _kind(entries: dict) -> str:
     """Return its model_type; "" where it has none that is a word."""
     kind = entries.get("model_type")
@@ -156,9 +149,8 @@ def _transformers():
 
 
 def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -> nn.Module:
-    """Return a model of transformers, or of twell_lab.models.foreign. InputError, naming the first, for a weight that
-    is missing or has another shape, which transformers would draw, and for an unknown one in a model that it does not
-    know."""
+    """Return a model of transformers, or of twell_lab.models.foreign. InputError for a weight that is missing or has
+    another shape, which transformers would draw, and for an unknown one in a model that it does not know."""
     _check_kind(folder, entries)
     kind, source, place = _kind(entries), _transformers().AutoModelForCausalLM, folder
     how = dict(use_safetensors=True, trust_remote_code=False, local_files_only=True, ignore_mismatched_sizes=True)
@@ -198,9 +190,7 @@ def _sparse_relu_config(entries: dict):
     """Return the configuration of a model whose layers compute a ReLU, whatever config.json says."""
     kind = _SPARSE_RELU[entries["model_type"]][0 if entries.get("sparsity_gated_mlp", True) else 1]
     if kind is None:
-        raise InputError(
-            f"{entries['model_type']} without gates (sparsity_gated_mlp false) has no model in transformers"
-        )
+        raise InputError(f"{entries['model_type']} without gates has no model in transformers")
     dropped = ("model_type", "architectures", "auto_map", "transformers_version")
     theirs = {key: value for key, value in entries.items() if not key.startswith("sparsity_") and key not in dropped}
     theirs["hidden_act"] = "relu"

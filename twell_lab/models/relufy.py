@@ -46,19 +46,17 @@ _FIELDS += ("feed_forward_proj",)  # T5's also says whether there is a gate: "ga
 def relufy(model: nn.Module, *, only: Only | None = None) -> nn.Module:
     """Replace the activation of each feed-forward layer with a ReLU, in place; returns the model.
 
-    Routed experts, which share one activation, are changed with it. Layers that have a ReLU already stay as they are,
-    and so do the activations of other modules. Of a model of several parts the text model alone is changed: not the
-    vision tower of a Gemma3. The configuration is changed with the layers (`hidden_act` and the like become "relu"), so
-    that what is saved is loaded as the same ReLU model.
+    Routed experts, which share one activation, are changed with it; of a model of several parts the text model alone is
+    changed: not the vision tower of a Gemma3. The configuration is changed with the layers (`hidden_act` and the like
+    become "relu"), so that what is saved is loaded as the same ReLU model.
 
     model: of transformers (of a family in twell_lab.layers.families) or of this project. only: change the layers for
     which only(name, module) is true, in whichever part of the model. Where no configuration says which layers those
     are, it stays as it was, with a warning: what is saved then is loaded with the old activations.
 
-    Raises InputError, with nothing changed, for a model without feed-forward layers known here; for a layer that
-    computes something else than down(act(gate(x)) * up(x)) or down(act(up(x))); for an activation that a ReLU cannot
-    stand in for (tanh, ...); and, without `only`, where the configuration's field also governs modules that keep their
-    activation, as the head of BERT."""
+    InputError, with nothing changed, for a model without feed-forward layers known here; for a layer that computes
+    something else than down(act(gate(x)) * up(x)) or down(act(up(x))); for an activation that is not like a ReLU; and,
+    without `only`, where the configuration's field also governs other modules, as the head of BERT."""
     check_model(model)
     layers = [
         (name, module, ACTIVATION if stored(module) else parts.family.activation)
@@ -140,22 +138,13 @@ def _governing(model: nn.Module, changed: set[str]) -> set[type]:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             built = _relus(type(model)(_with_relu(copy.deepcopy(model.config), kinds)))
     except Exception as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise InputError(f"{type(model).__name__} could not be built anew: {error!r:.200}") from error
+    sparse = {name for name, module in model.named_modules() if isinstance(module, SparseFFN)}  # which compute a ReLU
+    others = {name for name in built - changed - _relus(model) if not sparse & {name, name.rpartition(".")[0]}}
+    if wrong := sorted(changed - built) + sorted(others):
         raise InputError(
-            f"{type(model).__name__} could not be built from its configuration to see which layers that governs: "
-            f"{type(error).__name__}: {reason:.200}"
-        ) from error
-    if missed := sorted(changed - built):
-        raise InputError(
-            f"no field of {type(model.config).__name__} makes {missed[0]} a ReLU, so that what is saved would not be "
-            "loaded as this model"
-        )
-    sparse = {name for name, module in model.named_modules() if isinstance(module, SparseFFN)}
-    others = sorted(built - changed - _relus(model))
-    if others := [name for name in others if not sparse & {name, name.rpartition(".")[0]}]:  # which compute a ReLU
-        raise InputError(
-            f"the activation in {type(model.config).__name__} is also that of {', '.join(others[:3])} ({len(others)} "
-            "in all), which would become a ReLU where the model is loaded again"
+            f"{type(model.config).__name__} with a ReLU would not be that of the layers that are changed: {wrong[0]} "
+            f"({len(wrong)} in all) would differ where the model is loaded again"
         )
     return kinds
 

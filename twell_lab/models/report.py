@@ -30,11 +30,8 @@ class Report:
 
 
 def report(model: nn.Module, *, only: Only | None = None) -> Report:
-    """Say for each ReLU feed-forward layer of a model what runs, why, and what it was worth.
-
-    Reads what the layers were told and what was timed when they were planned; it times nothing. A layer that is not
-    swapped is run on a few rows, to say why it could not be; what a plan left dense throughout is the model's own.
-    InputError for a model without ReLU feed-forward layers.
+    """Say for each ReLU feed-forward layer of a model what runs, why, and what it was worth. It times nothing; a layer
+    that is not swapped is run on a few rows, to say why it could not be. InputError for a model without such layers.
 
     A row has the `layer`; its `state` ("not swapped", "planned" or "told"); `tokens`, the largest count of the class,
     None for any count; the `choice` of path; what `runs` of it with the weights as they are: the choice, or "dense: "

@@ -49,12 +49,10 @@ def sparsify(
     transpose, and with the hot/cold path the neurons are put in order. Parameters stay the same objects with the same
     shapes and names. CUDA graphs that were captured before have to be captured anew; optimizers, averages and masks
     that were made before a reordering no longer fit. A model in training mode is not rewritten: it trains sparsely, and
-    infers densely until it is swapped anew in evaluation mode. `densify` takes all back. To compare a layer with itself
-    swapped, deepcopy it first.
+    infers densely until it is swapped anew in evaluation mode. `densify` takes all back.
 
-    A layer that cannot be sparse stays dense, and `twell_lab.report` says why: one that computes something else than
-    the formula (each is run on a few rows beside it), has hooks, adapters or weights that kernels do not read, or lies
-    on several devices. Each routed expert of a model is a layer, named by its number.
+    A layer that cannot be sparse stays dense, and `twell_lab.report` says why. Each routed expert is a layer, named by
+    its number.
 
     Args:
         model: any module in which `feed_forwards` finds layers.
@@ -64,9 +62,8 @@ def sparsify(
         only: swap the layers for which only(name, module) is true.
         tokens, calls: given batches, the token counts to plan for, and the way of calling, as in `twell_lab.plan`.
 
-    Raises InputError without `how`, for a model without ReLU feed-forward layers, for a plan of another model, and for
-    a path that does not compute a layer; RecordError for a file that holds no plan.
-    """
+    InputError without `how`, for a model without ReLU feed-forward layers, for a plan of another model, and for a path
+    that does not compute a layer; RecordError for a file that holds no plan."""
     check_model(model)
     check_geometry(tile, words)
     told = _read(how)
@@ -121,8 +118,7 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
 
 
 def _stays(plan: LayerPlan | Choice) -> bool:
-    """Return whether the plan of a layer leaves it as the model has it."""
-    return isinstance(plan, LayerPlan) and plan.unchanged
+    return isinstance(plan, LayerPlan) and plan.unchanged  # the layer is left as the model has it
 
 
 def find_layers(model: nn.Module, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
@@ -166,9 +162,8 @@ def _planned(model: nn.Module, batches, only, tokens, calls, geometry) -> nn.Mod
 
 
 def _tied(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that several modules have."""
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-    return {number for number, many in owners.items() if many > 1}
+    return {number for number, many in owners.items() if many > 1}  # of parameters that several modules have
 
 
 def _read(how) -> Plan | Choice | None:
@@ -182,9 +177,8 @@ def _read(how) -> Plan | Choice | None:
     if isinstance(how, os.PathLike) or isinstance(how, str) and os.path.exists(how):
         return Plan.load(how)
     if isinstance(how, str):
-        raise InputError(
-            f"how is {how!r:.200}, neither a path ({', '.join(PATHS.names())}) nor a file; accepted: {WAYS}"
-        )
+        paths = ", ".join(PATHS.names())
+        raise InputError(f"how is {how!r:.200}, neither a path ({paths}) nor a file; accepted: {WAYS}")
     if not isinstance(how, Iterable):
         what = "sparsify was not told how" if how is None else f"how is {how!r:.200}, no batches"
         raise InputError(f"{what}; accepted: {WAYS}")

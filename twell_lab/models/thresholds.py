@@ -57,32 +57,26 @@ class Histogram:
     def __init__(self) -> None:
         self.counts = torch.zeros(len(_EDGES), dtype=torch.int64, device="cpu")
 
-    def add(self, values: Tensor) -> None:
-        """Count these values, of any shape. InputError for one that is not finite."""
+    def add(self, values: Tensor, where: str = "the values") -> None:
+        """Count these values, of any shape. InputError, which says where, for one that is not finite."""
         for part in values.detach().flatten().split(_CHUNK):
             size = part.float().abs()
             if not size.isfinite().all():
-                raise InputError("a value is not finite; accepted: a model and batches that give finite values")
+                raise InputError(f"{where}: one is not finite; accepted: a model and batches that give finite values")
             place = torch.bucketize(size, _EDGES.to(size.device)).clamp_(max=len(_EDGES) - 1)
             self.counts += torch.bincount(place, minlength=len(_EDGES)).cpu()
-
-    @property
-    def total(self) -> int:
-        """Return how many values were seen."""
-        return int(self.counts.sum())
 
     def density(self, threshold: float) -> float:
         """Return the share of values that are neither zero nor below the threshold, those of a step counting as evenly
         spread; NaN where none was seen."""
-        below = np.interp(threshold, _EDGES.numpy(), self.counts.cumsum(0).numpy())
-        return float(1 - below / self.total) if self.total else math.nan
+        up_to = self.counts.cumsum(0).numpy()
+        return float(1 - np.interp(threshold, _EDGES.numpy(), up_to) / up_to[-1]) if up_to[-1] else math.nan
 
     def threshold(self, sparsity: float) -> float:
         """Return the threshold below which this share of the values lies; 0 where so many are zero by themselves."""
-        wanted = sparsity * self.total
-        if wanted <= int(self.counts[0]):
-            return 0.0
-        return float(np.interp(wanted, self.counts.cumsum(0).numpy(), _EDGES.numpy()))
+        up_to = self.counts.cumsum(0).numpy()
+        wanted = sparsity * int(up_to[-1])
+        return 0.0 if wanted <= up_to[0] else float(np.interp(wanted, up_to, _EDGES.numpy()))
 
 
 class LayerCalibration:
@@ -107,10 +101,7 @@ class LayerCalibration:
             beside = 1 if self.layer.gate is None else F.linear(x, up.weight, up.bias)
             values["hidden"] = values["activation"] * beside
         for site, histogram in self.sites.items():
-            try:
-                histogram.add(values[site])
-            except InputError as error:
-                raise InputError(f"{self.name}, {site}: {error}") from None
+            histogram.add(values[site], f"{self.name}, {site}")
         self.tokens += len(x)
         fresh = torch.rand(len(x), generator=self._draw, dtype=torch.float64, device="cpu")
         keys, inputs = torch.cat([self._keys, fresh]), torch.cat([self.rows.to(x), x])
@@ -129,8 +120,7 @@ class LayerCalibration:
 
     @cached_property
     def exact(self) -> Tensor:
-        """Return what the layer gives for `rows`; asked for when all batches were counted."""
-        return self.output({})
+        return self.output({})  # asked for when all batches were counted
 
     def error(self, thresholds: dict[str, float]) -> float:
         """Measure the error of the layer's output with these thresholds, |difference| / |output| over `rows`."""
@@ -139,10 +129,7 @@ class LayerCalibration:
     @cached_property
     def errors(self) -> dict[str, list[float]]:
         """Measure, for each place, the error with a threshold there alone, at each of LEVELS."""
-        return {
-            site: [self.error({site: histogram.threshold(level)}) for level in LEVELS]
-            for site, histogram in self.sites.items()
-        }
+        return {site: [self.error({site: h.threshold(level)}) for level in LEVELS] for site, h in self.sites.items()}
 
     def at(self, sparsities: dict[str, float]) -> LayerThresholds:
         """Return the thresholds for these sparsities of its places, and the error measured with all of them."""
@@ -174,7 +161,6 @@ class Calibration:
         levels = dict.fromkeys(places, 0)
 
         def cost(place: tuple[int, str]) -> float:
-            """Return what the step to the next level costs."""
             errors, level = self.layers[place[0]].errors[place[1]], levels[place]
             return (errors[level + 1] - errors[level]) / work[place]
 
@@ -242,10 +228,8 @@ def thresholds(
         greedy: give each layer its own sparsity by measured errors, not all the same.
         only: the layers for which only(name, module) is true; the others, and routed experts, keep all their values.
 
-    Raises InputError for a model without such a layer; for layers that compute something else than their parts say,
-    quantised, adapted, sharded or on meta, and those that `sparsify` swapped; for thresholds on the model; for values
-    that are not finite; for wrong arguments.
-    """
+    InputError for a model without such a layer, or with thresholds on it; for layers that compute something else than
+    their parts say, are quantised, adapted, sharded, on meta or swapped; for values that are not finite."""
     _check_sparsity(sparsity, greedy)
     return calibrate(model, batches, method=method, only=only).at(sparsity, greedy=greedy)
 
@@ -309,12 +293,14 @@ class Thresholds(Saved):
     @property
     def spared(self) -> float:
         """Return the share of the layers' multiplications that meet a zero, on the calibration batches."""
-        zero, whole = 0.0, 0
-        for layer in self.layers:
-            size = layer.d_ff * layer.d_model
-            whole += (3 if layer.gated else 2) * size
-            zero += sum((1 - share) * _matrices(site, layer.gated) * size for site, share in layer.density.items())
-        return zero / whole
+        sizes = [layer.d_ff * layer.d_model for layer in self.layers]
+        whole = sum((3 if layer.gated else 2) * size for layer, size in zip(self.layers, sizes))
+        zero = [
+            (1 - share) * _matrices(site, layer.gated) * size
+            for layer, size in zip(self.layers, sizes)
+            for site, share in layer.density.items()
+        ]
+        return sum(zero) / whole
 
     def table(self) -> list[dict]:
         """Return one row a layer, JSON-able: layer, threshold and density of each place, error."""
@@ -341,13 +327,13 @@ class Thresholds(Saved):
     def apply(self, model: nn.Module) -> nn.Module:
         """Have the layers of the model set to zero what is below the thresholds, in place; returns the model.
 
-        With "cats" each activation becomes a ThresholdedActivation; with "teal" the projections get a ThresholdedInput,
-        both without parameters, and named lossy where the model is printed. Others that are on the model are taken off
-        before. `sparsify` takes a model with either on it. The configuration of a model of transformers holds them from
-        then on (CONFIG), so that `save_pretrained` writes them and `twell_lab.load`, not transformers, puts them on.
+        With "cats" each activation becomes a ThresholdedActivation; with "teal" the projections get a ThresholdedInput.
+        Others that are on the model are taken off before. `sparsify` takes a model with either on it. The configuration
+        of a model of transformers holds them from then on (CONFIG), so that `save_pretrained` writes them and
+        `twell_lab.load`, not transformers, puts them on.
 
-        Raises InputError, with nothing changed, for a model whose layers have other names, shapes or activations than
-        those that were calibrated, and for one that `sparsify` swapped."""
+        InputError, with nothing changed, for a model whose layers have other names, shapes or activations than those
+        that were calibrated, and for one that `sparsify` swapped."""
         pairs = self._pairs(model)
         self.remove(model)
         for layer, place in pairs:
@@ -381,9 +367,8 @@ class Thresholds(Saved):
         """Measure what these thresholds cost: the loss of the model without and with them, on the same windows.
 
         model: a causal language model, with these thresholds on it or none; left as it was. windows: int64 [n, length],
-        on text that was not calibrated on; the tokens of each from the second on are predicted. bytes_per_token: of the
-        text, to have bits a byte as well. Raises InputError as `apply`, for other thresholds on the model, for fewer
-        than two windows or tokens in each, and for tokens that the model does not know."""
+        two or more, on text that was not calibrated on. bytes_per_token: of the text, to have bits a byte as well.
+        InputError as `apply`, for other windows, and for other thresholds on the model."""
         what = f"{windows.dtype} {list(windows.shape)}" if isinstance(windows, Tensor) else type(windows).__name__
         if not what.startswith("torch.int64") or windows.dim() != 2 or min(windows.shape) < 2:
             raise InputError(f"windows is {what}; accepted: int64 [n, length], two or more windows and tokens in each")
@@ -405,12 +390,12 @@ class Thresholds(Saved):
         for layer in self.layers:
             wanted, place = (layer.d_model, layer.d_ff, layer.gated, layer.activation), there.get(layer.name)
             if place is None or _shape(place) != wanted:
-                said = "d_model {}, d_ff {}, gated {}, {}".format
-                own = "is not there" if place is None else f"has {said(*_shape(place))}"
-                raise InputError(
-                    f"these are thresholds of another model: {layer.name!r} {own}, and they are for {said(*wanted)}; "
-                    "accepted: the model that they were made for"
+                own = (
+                    "is not there" if place is None else "has d_model {}, d_ff {}, gated {}, {}".format(*_shape(place))
                 )
+                theirs = "d_model {}, d_ff {}, gated {}, {}".format(*wanted)
+                said = f"{layer.name!r} {own}, and they are for {theirs}; accepted: the model that they were made for"
+                raise InputError(f"these are thresholds of another model: {said}")
         return [(layer, there[layer.name]) for layer in self.layers]
 
 
@@ -448,10 +433,9 @@ def _check_dense(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class LossChange:
-    """The loss of a model with and without thresholds, in nats a token, on the same windows.
-
-    dense, thresholded: the mean. change: that of their difference; low, high: 1.96 standard errors of it on either
-    side, over windows (95%). bytes_per_token: of the text, None where it was not said."""
+    """The loss of a model with and without thresholds, in nats a token, on the same windows: both means, and that of
+    the difference, with 1.96 standard errors of it on either side (low, high: 95%, over windows). bytes_per_token: of
+    the text, None where it was not said."""
 
     dense: float
     thresholded: float

@@ -9,11 +9,11 @@ takes one takes the other.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -50,7 +50,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in SIZES:
-            _check_whole(name, getattr(self, name), 1)
+            check_whole(name, getattr(self, name), 1)
         if not isinstance(self.gated, bool):
             raise InputError(f"gated is {self.gated!r}; accepted: True or False")
         if self.activation not in tuple(ACTIVATIONS):
@@ -90,36 +90,52 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, past: Past | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        keys: Keys | None = None,
+        layer: int = 0,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         batch, length, width = x.shape
         heads = self.qkv_proj(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, context, width of a head]
         query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
-        if past is not None:
-            key, value = past.add(key, value)
-        mask = None if past is None else past.mask
-        causal = mask is None and (past is None or length > 1)
+        if keys is not None:
+            key, value = keys.update(key, value, layer)
+        causal = mask is None and (keys is None or length > 1)
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class Past:
-    """The keys and values of the tokens that an Attention has read: of any number at first, and then one at a time."""
+class Keys:
+    """The keys and values of all layers, [batch, heads, room, width] each, in memory of a fixed size. transformers'
+    models take them as their cache, too."""
 
-    mask: Tensor | None = None  # of all that `add` returns, every one has been read
+    is_compileable, is_initialized = False, True  # whether transformers may compile for it; and whether it holds some
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens, self.length = tokens, 0  # how many fit, and how many there are
-        self.keys = self.values = torch.empty(0)
+    def __init__(self, room: int, layers: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        self.room, self.layers = room, list(layers)
+        self.places, self.end = torch.empty(0), 0
 
-    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the keys and values of further tokens [batch, heads, tokens, width]; return those of all."""
-        if not self.length:
-            batch, heads, _, width = key.shape
-            self.keys, self.values = (t.new_empty(batch, heads, self.tokens, width) for t in (key, value))
-        first, self.length = self.length, self.length + key.shape[2]
-        self.keys[:, :, first : self.length], self.values[:, :, first : self.length] = key, value
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+    def take(self, places: Tensor, end: int) -> None:
+        """Put what comes next at these places, int64 [tokens] on the device, and give models what lies before `end`."""
+        self.places, self.end = places, end
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Take the keys and values of new tokens, and return those of that layer up to `end`."""
+        if layer == len(self.layers):
+            one, other = (t.new_zeros(*t.shape[:2], self.room, t.shape[3]) for t in (keys, values))
+            self.layers.append((one, other))
+        for room, new in zip(self.layers[layer], (keys, values)):
+            room.index_copy_(2, self.places, new)
+        there, those = self.layers[layer]
+        return there[:, :, : self.end], those[:, :, : self.end]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.room - 1
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -140,8 +156,9 @@ class Block(nn.Module):
         kind = GatedFeedForward if config.gated else PlainFeedForward
         self.mlp = kind(config.d_model, config.d_ff, config.activation)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, past: Past | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cosine, sine, past)
+    def forward(self, x: Tensor, *places: Any) -> Tensor:
+        """Return the stream behind this layer. places: what Attention takes beside it."""
+        x = x + self.attention(self.attention_norm(x), *places)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -181,54 +198,18 @@ class LanguageModel(nn.Module):
                 f"tokens have shape {list(tokens.shape)}; accepted: [batch, context] with a "
                 f"context of 1 to {self.config.context}"
             )
-        return self.head(self.read(tokens, slice(tokens.shape[1]), [None] * len(self.layers)))
+        return self.head(self.read(tokens, slice(tokens.shape[1])))
 
-    def read(self, tokens: Tensor, places: slice | Tensor, pasts: Sequence[Past | None]) -> Tensor:
-        """Return what the head takes at each of these tokens [batch, n] at n places of the context."""
+    def read(
+        self, tokens: Tensor, places: slice | Tensor, keys: Keys | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Return what the head takes at each of these tokens [batch, n] at n places of the context. keys: of earlier
+        tokens, which take those of these. mask: which of them a token attends to; by default the earlier ones."""
         cosine, sine = self.cosine[places], self.sine[places]
         x = self.embedding(tokens)
-        for layer, past in zip(self.layers, pasts, strict=True):
-            x = layer(x, cosine, sine, past)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, cosine, sine, *(() if keys is None else (keys, number, mask)))
         return self.norm(x)
-
-    @torch.no_grad()
-    def generate(
-        self,
-        prompt: Tensor,
-        tokens: int,
-        *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        seed: int | None = None,
-    ) -> Tensor:
-        """Continue a prompt, int64 [length] or [batch, length], by so many tokens, one after the other.
-
-        Once there are more than `context` tokens, the model reads on from a multiple of half the context, the first at
-        which what follows fits. In between, keys and values are kept (Past).
-
-        temperature: 0 takes the most likely token; above, one is drawn from softmax(scores / temperature). top_k: draw
-        from the so many most likely tokens alone. seed: of the draw, on the CPU; None draws others on every call.
-
-        Returns the new tokens, int64 [tokens] or [batch, tokens], on the device of the model. InputError for a wrong
-        argument, and where scores are not finite."""
-        check_generation(prompt, tokens, temperature, top_k, seed, self.config.vocabulary)
-        generator = torch.Generator()
-        generator.seed() if seed is None else generator.manual_seed(seed)
-        context = self.config.context
-        batch = prompt.to(self.embedding.weight.device).reshape(-1, prompt.shape[-1])
-        ids = torch.cat([batch, batch.new_empty(len(batch), tokens)], 1)
-        begin, pasts = -1, []
-        for end in range(batch.shape[1], ids.shape[1]):
-            half = (context + 1) // 2
-            first = max(0, -(-(end - context) // half) * half)  # the first token that is read
-            if first != begin:
-                begin, pasts, fresh = first, [Past(context) for _ in self.layers], ids[:, first:end]
-            else:
-                fresh = ids[:, end - 1 : end]
-            places = slice(end - begin - fresh.shape[1], end - begin)
-            scores = self.head(self.read(fresh, places, pasts)[:, -1])
-            ids[:, end] = pick(scores, temperature, top_k, generator)
-        return ids[:, batch.shape[1] :].reshape(*prompt.shape[:-1], tokens)
 
     def save(self, folder: str | os.PathLike) -> Path:
         """Write model.safetensors and config.json into `folder`, which is made where it is missing; return the folder.
@@ -241,8 +222,7 @@ class LanguageModel(nn.Module):
         return the folder.
 
         tokenizer: what the tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes.
-        InputError for plain feed-forward layers, which Llama lacks, for a tokenizer that does not go with the
-        vocabulary, for a model with thresholds on it, and where the folder can't be written."""
+        InputError for plain feed-forward layers, which Llama lacks, for another tokenizer, and as `save`."""
         config = llama.config_of(asdict(self.config), self.head.weight.dtype)
         files = llama.tokenizer_files(tokenizer, self.config.vocabulary, self.config.context)
         return _write(folder, config, llama.to_llama(self._weights()), files)
@@ -304,51 +284,17 @@ def _read_config(folder: Path) -> tuple[ModelConfig, bool]:
 
 def _write(folder: str | os.PathLike, config: dict, weights: dict[str, Tensor], files: dict | None = None) -> Path:
     """Write a model and further files into the folder, every one whole or not at all. InputError where it can't be."""
-    weights = {name: t.contiguous() for name, t in weights.items()}
-    content = {
-        **(files or {}),
-        "model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
-        "config.json": json.dumps(config, indent=2) + "\n",
-    }
+    data = safetensors.torch.save({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})
+    content = {**(files or {}), "model.safetensors": data, "config.json": json.dumps(config, indent=2) + "\n"}
     try:
-        for name, data in content.items():
-            write_atomically(Path(folder) / name, data)
+        for name, written in content.items():
+            write_atomically(Path(folder) / name, written)
     except TwellError as error:
         raise InputError(f"cannot save the model in {os.fspath(folder)!r}: {error}") from None
     return Path(folder)
 
 
-def check_generation(prompt, tokens, temperature, top_k, seed, vocabulary: int) -> None:
-    """Raise InputError naming the argument of LanguageModel.generate that is wrong."""
-    is_tensor = isinstance(prompt, Tensor)
-    if not is_tensor or prompt.dtype != torch.int64 or prompt.dim() not in (1, 2) or not prompt.numel():
-        what = f"{prompt.dtype} {list(prompt.shape)}" if is_tensor else type(prompt).__name__
-        raise InputError(f"prompt is {what}; accepted: int64 [length] or [batch, length], at least one token")
-    low, high = prompt.min().item(), prompt.max().item()
-    if low < 0 or high >= vocabulary:
-        wrong = low if low < 0 else high
-        raise InputError(f"prompt has the token {wrong}; accepted: token numbers from 0 to {vocabulary - 1}")
-    _check_whole("tokens", tokens, 0)
-    if type(temperature) not in (int, float) or not 0 <= temperature < math.inf:
-        raise InputError(f"temperature is {temperature!r}; accepted: a finite number from 0 up")
-    if top_k is not None:
-        _check_whole("top_k", top_k, 1)
-    if seed is not None:
-        _check_whole("seed", seed, 0, 2**63 - 1)
-
-
-def _check_whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
+def check_whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
+    """Raise InputError for anything but a whole number in this range."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InputError(f"{name} is {value!r}; accepted: a whole number from {least} up to {most}")
-
-
-def pick(scores: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """Return a token for each row of scores [batch, vocabulary], as LanguageModel.generate says."""
-    if not scores.isfinite().all():
-        raise InputError("the model's scores are not finite; accepted: a model whose weights are")
-    if not temperature:
-        return scores.argmax(1)
-    best = scores.shape[1] if top_k is None else min(top_k, scores.shape[1])
-    scores, numbers = scores.double().cpu().topk(best)
-    chances = ((scores - scores[:, :1]) / temperature).softmax(1)
-    return numbers.gather(1, torch.multinomial(chances, 1, generator=generator))[:, 0]

@@ -33,28 +33,30 @@ TYPES = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Array:
-    """One array argument or variable of the program: its memory, and what to call it."""
+    """An array that a launch uses: an argument, or a variable of the program (space "global"), or a "shared" one.
+
+    begin: its address, of a shared one from the start of the thread-local block. dtype: np.dtype, or "bfloat16", which
+    numpy lacks. element: bytes of what an index counts. words: what messages call it. phase: how far past an aligned
+    address it begins. before: its bytes (uint8) when the launch began, where steps are kept.
+    """
 
     name: str
-    address: int
+    space: str
+    begin: int
     nbytes: int
-    dtype: object  # np.dtype or "bfloat16"
-    itemsize: int
+    dtype: Any
     shape: tuple[int, ...]
-    owner: object
-    past_aligned: int  # how far past an aligned address it begins: bytes
-    moved: int = 0  # where a watched launch has its copy
+    element: int
+    words: str = ""
+    phase: int = 0
+    before: np.ndarray | None = None
 
     @property
-    def words(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
-
-    @property
-    def place(self) -> int:
-        """Where the launch finds it."""
-        return self.moved or self.address
+    def itemsize(self) -> int:
+        """The bytes of one value of `dtype`."""
+        return 2 if str(self.dtype) == "bfloat16" else np.dtype(self.dtype).itemsize
 
 
 def fits(pointee: str, dtype: object) -> bool:
@@ -76,38 +78,36 @@ def fits(pointee: str, dtype: object) -> bool:
 
 
 def array(kernel: str, parameter, given) -> Array:
-    """The memory of a tensor or NumPy array for a pointer parameter.
-
-    A kernel gets a copy of a read-only array, which thus stays as it is.
-    """
+    """The memory of a tensor or NumPy array for a pointer parameter."""
     what = f"{parameter.name} of {kernel} is"
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu" or given.layout != torch.strided or not given.is_contiguous():
             kind = given.device if given.device.type != "cpu" else "not contiguous"
             raise InputError(f"{what} {kind}; a contiguous tensor on the CPU is accepted")
         dtype = "bfloat16" if given.dtype == torch.bfloat16 else np.dtype(str(given.dtype).removeprefix("torch."))
-        address, itemsize = given.data_ptr(), given.element_size()
-        inside = (address - given.untyped_storage().data_ptr()) % ALIGNED
+        address = given.data_ptr()
+        phase = (address - given.untyped_storage().data_ptr()) % ALIGNED
     elif isinstance(given, np.ndarray):
         if not given.flags.c_contiguous:
             raise InputError(f"{what} a NumPy array with strides {given.strides}; a contiguous one is accepted")
-        given = given if given.flags.writeable else given.copy()
-        dtype, address, itemsize = given.dtype, given.ctypes.data, given.itemsize
-        inside = address % 16
+        dtype, address = given.dtype, given.ctypes.data
+        phase = address % 16
     else:
         kind = type(given).__name__
         raise InputError(f"{what} of type {kind}; a torch tensor, a NumPy array or None is accepted")
     if not fits(parameter.type, dtype):
         raise InputError(f"{what} {dtype}; the kernel takes {parameter.type}*")
-    return Array(parameter.name, address, given.nbytes, dtype, itemsize, tuple(given.shape), given, inside)
+    shape = tuple(given.shape)
+    words = f"{dtype} {list(shape)}"
+    return Array(parameter.name, "global", address, given.nbytes, dtype, shape, given.itemsize, words, phase)
 
 
 def value(kernel: str, parameter, given, size: int) -> ctypes.Array:
     """The bytes of a number for a parameter of `size` bytes that is no pointer, or of a struct: from a ctypes
     structure, a NumPy scalar or record, or bytes, of exactly its size."""
     what = f"{parameter.name} of {kernel} is {given!r:.80};"
-    dtype: Any = np.dtype(TYPES.get(parameter.type, np.float16))
-    if dtype == np.float16:  # and every struct
+    dtype: Any = np.dtype(TYPES.get(parameter.type, np.void))
+    if dtype.kind == "V" or dtype == np.float16:  # every struct
         whole = isinstance(given, (bytes, bytearray, ctypes.Structure, ctypes._SimpleCData, np.generic))
         data = (given.tobytes() if isinstance(given, np.generic) else bytes(given)) if whole else b""
         if len(data) != size or not whole:
@@ -117,10 +117,9 @@ def value(kernel: str, parameter, given, size: int) -> ctypes.Array:
     given = getattr(given, "value", given)  # ctypes
     if isinstance(given, np.generic) or (isinstance(given, torch.Tensor) and given.numel() == 1):
         given = given.item()
-    floating = dtype.kind == "f"
-    if not isinstance(given, (int, float) if floating else int):
-        raise InputError(f"{what} a {'' if floating else 'whole '}number is accepted ({parameter.type})")
-    if not floating:
+    if not isinstance(given, (int, float) if dtype.kind == "f" else int):
+        raise InputError(f"{what} a {'' if dtype.kind == 'f' else 'whole '}number is accepted ({parameter.type})")
+    if dtype.kind != "f":
         low, high = (0, 1) if dtype == np.bool_ else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         if not low <= given <= high:
             raise InputError(f"{what} {low} to {high} is accepted ({parameter.type})")
@@ -128,17 +127,19 @@ def value(kernel: str, parameter, given, size: int) -> ctypes.Array:
         return (ctypes.c_char * size).from_buffer_copy(np.array(given, dtype).tobytes())
 
 
-def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins overlapping (begin, end) spans: arguments that share memory must share it in a copy, too."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if found and begin < found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
-
-
 def bytes_at(address: int, nbytes: int) -> np.ndarray:
     """The bytes at an address, as an array over the memory itself."""
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8) if nbytes else np.empty(0, np.uint8)
+
+
+def groups(arrays: Iterable[Array]) -> list[list[Array]]:
+    """Joins arrays whose memory overlaps, each group from the lowest address on: in a copy they must share it, too."""
+    found: list[list[Array]] = []
+    end = 0
+    for one in sorted((one for one in arrays if one.nbytes), key=lambda one: one.begin):
+        if found and one.begin < end:
+            found[-1].append(one)
+        else:
+            found.append([one])
+        end = max(end, one.begin + one.nbytes)
+    return found

@@ -1,7 +1,7 @@
 """What a launch read and wrote, counted by the simulator: in all, line by line, and the time that would take.
 
-The counts are those of the source as it is written. A GPU's compiler may keep in registers what is counted
-here as a second read, and its caches serve most repeated reads; the predictions say which bound they use.
+The counts are those of the source as it is written. A GPU's compiler may keep in registers what is counted here as a
+second read, and its caches serve most repeated reads; the predictions say which bound they use.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -23,16 +24,10 @@ GLOBAL, SHARED = 1, 2  # spaces of a site
 
 @dataclass(frozen=True)
 class Traffic:
-    """Accesses of one sort.
-
-    Attributes:
-        requests: instructions of a warp, however many of its lanes take part.
-        accesses: lanes that took part, over all requests.
-        bytes: what the lanes asked for.
-        sectors, lines: of 32 and of 128 bytes, touched by each request and summed over them; global memory only.
-        wavefronts: passes over the 32 banks; shared memory only.
-        ideal_wavefronts: how few these could be.
-    """
+    """Accesses of one sort. requests: instructions of a warp, however many of its lanes take part. accesses: lanes that
+    took part, over all requests. bytes: what the lanes asked for. sectors, lines: of 32 and of 128 bytes, touched by
+    each request and summed over them; global memory only. wavefronts: passes over the 32 banks, and ideal_wavefronts:
+    how few these could be; shared memory only."""
 
     requests: int = 0
     accesses: int = 0
@@ -44,10 +39,8 @@ class Traffic:
 
     @property
     def coalescing(self) -> float:
-        """Bytes asked for, as a share of the bytes of the sectors they lie in; nan without sectors.
-
-        Above 1 where several lanes of a request ask for the same bytes.
-        """
+        """Bytes asked for, as a share of the bytes of the sectors they lie in; nan without sectors, and above 1 where
+        several lanes of a request ask for the same bytes."""
         return self.bytes / (SECTOR * self.sectors) if self.sectors else math.nan
 
     @property
@@ -63,29 +56,20 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Every sort of count.
+class Footprint:
+    """The different 32-byte sectors of one array that a launch read and wrote: each counted once, however often it was
+    used. block_read_sectors: those that each block read, summed over the blocks. bytes: the array's size."""
 
-    Attributes:
-        global_reads, global_writes, shared_reads, shared_writes, atomics: accesses to memory.
-        collectives: warps at a shuffle, vote or ballot.
-        barriers: warps at a block barrier.
-        divergent_branches: how often the lanes of a warp went different ways.
-    """
+    read_sectors: int = 0
+    written_sectors: int = 0
+    block_read_sectors: int = 0
+    bytes: int = 0
 
-    global_reads: Traffic = Traffic()
-    global_writes: Traffic = Traffic()
-    shared_reads: Traffic = Traffic()
-    shared_writes: Traffic = Traffic()
-    atomics: Traffic = Traffic()
-    collectives: int = 0
-    barriers: int = 0
-    divergent_branches: int = 0
-
-    @property
-    def traffic(self) -> dict[str, Traffic]:
-        """The five sorts of accesses by name."""
-        return {name: getattr(self, name) for name in _SORTS}
+    def scaled(self, factor: float, same_size: bool) -> Footprint:
+        size = self.bytes if same_size else round(self.bytes * factor)
+        most = math.ceil(size / SECTOR)
+        read, written = (min(round(n * factor), most) for n in (self.read_sectors, self.written_sectors))
+        return Footprint(read, written, round(self.block_read_sectors * factor), size)
 
 
 # Which sites count to what: their kind and space (None: any), and of numbers the field that is summed.
@@ -103,80 +87,61 @@ _NUMBERS = {
 }
 
 
-@dataclass(frozen=True)
-class LineCounts(Tally):
-    """The counts of one source line. file: its name without the folder; function: where the line stands."""
-
-    file: str = ""
-    number: int = 0
-    text: str = ""
-    function: str = ""
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """The different 32-byte sectors of one array that a launch read and wrote.
-
-    Attributes:
-        read_sectors, written_sectors: each counted once, however often it was used.
-        block_read_sectors: those that each block read, summed over the blocks.
-        bytes: the array's size.
-    """
-
-    read_sectors: int = 0
-    written_sectors: int = 0
-    block_read_sectors: int = 0
-    bytes: int = 0
-
-    def scaled(self, factor: float, same_size: bool) -> Footprint:
-        size = self.bytes if same_size else round(self.bytes * factor)
-        most = math.ceil(size / SECTOR)
-        read, written = (min(round(n * factor), most) for n in (self.read_sectors, self.written_sectors))
-        return Footprint(read, written, round(self.block_read_sectors * factor), size)
-
-
 @dataclass(frozen=True, repr=False)
-class Counts(Tally):
-    """The counts of one launch: those of Tally, summed over the grid.
+class Counts:
+    """The counts of one launch, summed over the grid, or of one source line.
 
     Attributes:
+        global_reads, global_writes, shared_reads, shared_writes, atomics: accesses to memory.
+        collectives: warps at a shuffle, vote or ballot.
+        barriers: warps at a block barrier.
+        divergent_branches: how often the lanes of a warp went different ways.
         threads: of the whole grid.
         footprints: array name -> Footprint.
         sites, lines: the counts at each place in the code, and which source line that is.
     """
 
+    global_reads: Traffic = Traffic()
+    global_writes: Traffic = Traffic()
+    shared_reads: Traffic = Traffic()
+    shared_writes: Traffic = Traffic()
+    atomics: Traffic = Traffic()
+    collectives: int = 0
+    barriers: int = 0
+    divergent_branches: int = 0
     threads: int = 0
     footprints: Mapping[str, Footprint] = field(default_factory=dict)
-    sites: np.ndarray = field(default=None, repr=False, compare=False)
-    lines: Mapping[int, Line] = field(default_factory=dict, repr=False, compare=False)
+    sites: np.ndarray = field(default=None, compare=False)
+    lines: Mapping[int, Line] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, sites: np.ndarray, footprint: np.ndarray, lines: Mapping, arrays: Iterable, threads: int) -> Counts:
+    def of(cls, sites: np.ndarray, footprint: np.ndarray, lines: Mapping, arrays: Sequence, threads: int) -> Counts:
         """From what the runtime recorded.
 
         sites: a row for each place in the code (fields path, depth, kind, space and the counts), summed over the
-        grid. footprint: rows (array, read_sectors, written_sectors, block_read_sectors), array an index into
-        `arrays`, which are report.ArrayInfo. lines: the pc of each path entry -> symbols.Line.
+        grid. footprint: rows (array, read_sectors, written_sectors, block_read_sectors), array an index into `arrays`.
+        lines: the pc of each path entry -> symbols.Line.
         """
-        arrays = list(arrays)
-        touched = {}
-        for number, read, written, block_read in footprint.tolist():
-            touched[arrays[number].name] = Footprint(read, written, block_read, arrays[number].nbytes)
-        return cls(**_tally(sites), threads=threads, footprints=touched, sites=sites, lines=lines)
+        touched = {
+            arrays[at].name: Footprint(read, written, block_read, arrays[at].nbytes)
+            for at, read, written, block_read in footprint.tolist()
+        }
+        return cls(**_sums(sites), threads=threads, footprints=touched, sites=sites, lines=lines)
 
-    def by_line(self) -> list[LineCounts]:
+    def by_line(self) -> dict[Line, Counts]:
         """The counts of each source line that has any, by file and line; an access of a helper is on its own line."""
-        groups: dict[tuple[str, int], list[int]] = {}
-        pcs = [int(site["path"][site["depth"] - 1]) if site["depth"] > 0 else None for site in self.sites]
-        for row, pc in enumerate(pcs):
-            if pc is not None:
-                groups.setdefault((self.lines[pc].file, self.lines[pc].number), []).append(row)
-        found = []
-        for (file, number), rows in sorted(groups.items()):
-            line, tally = self.lines[pcs[rows[0]]], _tally(self.sites[rows])
-            if Tally(**tally) != Tally():
-                found.append(LineCounts(**tally, file=file, number=number, text=line.text, function=line.function))
-        return found
+        groups: dict[tuple[str, int], tuple[Line, list[int]]] = {}
+        for row, site in enumerate(self.sites):
+            if site["depth"] > 0:
+                line = self.lines[int(site["path"][site["depth"] - 1])]
+                groups.setdefault((line.file, line.number), (line, []))[1].append(row)
+        counts = {line: Counts(**_sums(self.sites[rows])) for _, (line, rows) in sorted(groups.items())}
+        return {line: of_line for line, of_line in counts.items() if of_line != Counts()}
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """The five sorts of accesses by name."""
+        return {name: getattr(self, name) for name in _SORTS}
 
     def unique_bytes(self, array: str, way: str) -> int:
         """Bytes of the different sectors of an array: those "read", or those "written"."""
@@ -223,11 +188,8 @@ class Counts(Tally):
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a prediction needs to know of a GPU. Rates are what a kernel can reach, not a datasheet's peak.
-
-    kept_bytes: how many bytes of rows that are read again and again its L2 cache keeps, the most read ones; infinite
-    where that is not known.
-    """
+    """What a prediction needs to know of a GPU. Rates are what a kernel can reach, not a datasheet's peak. kept_bytes:
+    how many bytes of rows that are read again and again its L2 cache keeps, the most read ones."""
 
     name: str
     multiprocessors: int
@@ -253,11 +215,9 @@ H100 = Gpu(
 
 @dataclass(frozen=True)
 class Prediction:
-    """The time each part of a GPU would need, in seconds by name; the slowest of them is the prediction.
-
-    Nothing here knows of instructions, latencies or the cost of starting, so most kernels are slower. One can be
-    faster where blocks that run side by side share what they read.
-    """
+    """The time each part of a GPU would need, in seconds by name; the slowest of them is the prediction. Nothing here
+    knows of instructions, latencies or the cost of starting, so most kernels are slower; one can be faster where blocks
+    that run side by side share what they read."""
 
     gpu: Gpu
     bounds: Mapping[str, float]
@@ -283,9 +243,7 @@ def _read_again(
     often = {name: np.asarray(each, float) for name, each in rows.items()}
     for name, each in often.items():
         if each.ndim != 1 or not (np.isfinite(each) & (each >= 0)).all() or not each.sum() > 0:
-            raise InputError(
-                f"rows[{name!r}] is {each}; a finite number from 0 up for each row, not all 0, is accepted"
-            )
+            raise InputError(f"rows[{name!r}] is {each}; finite numbers from 0 up, not all 0, are accepted")
     shares = {name: each / each.sum() for name, each in often.items()}
     share = np.concatenate([*shares.values()])
     array = np.repeat(np.arange(len(shares)), [len(each) for each in shares.values()])
@@ -301,9 +259,9 @@ def predicted_time(
 ) -> Prediction:
     """Return how long the parts of a GPU would need for these counts, in seconds, each alone and at its full rate.
 
-    rows: of arrays that many blocks read, such as weights: how often each row of one is read, in any unit. Where not
-    all of these rows are among those that the L2 keeps (Gpu.kept_bytes), the others come from memory for each block
-    that reads them. Raises InputError for an array that was not touched, and for what cannot be such numbers.
+    rows: of arrays that many blocks read, such as weights: how often each row of one is read, in any unit. Those that
+    the L2 does not keep (Gpu.kept_bytes) come from memory for each block that reads them. Raises InputError for an
+    array that was not touched, and for what cannot be such numbers.
 
     "device memory": every different sector once, read and written, and those rows again. "L2 cache": the
     different sectors that each block reads, as if the L1 cache kept them until the block ends, and the sectors
@@ -327,9 +285,6 @@ def predicted_time(
     )
 
 
-# ---- parts ----
-
-
 def table(head: list[str], rows: list[list]) -> str:
     """A table as text: the first column to the left, the others to the right, shares as percentages."""
 
@@ -346,12 +301,12 @@ def table(head: list[str], rows: list[list]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def _tally(sites: np.ndarray) -> dict:
-    """The fields of a Tally, summed over these sites."""
-    tally: dict = {}
+def _sums(sites: np.ndarray) -> dict[str, Any]:
+    """The fields of Counts that are sums over sites."""
+    found: dict[str, Any] = {}
     for name, (kind, space) in _SORTS.items():
         chosen = sites[(sites["kind"] == kind) & ((sites["space"] == space) | (space is None))]
-        tally[name] = Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
+        found[name] = Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
     for name, (kind, summed) in _NUMBERS.items():
-        tally[name] = int(sites[summed][sites["kind"] == kind].sum())
-    return tally
+        found[name] = int(sites[summed][sites["kind"] == kind].sum())
+    return found

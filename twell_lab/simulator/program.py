@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import takewhile
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +25,6 @@ from . import arguments as args
 from . import faults, source, toolchain
 from . import report as raw
 from .counts import Counts
-from .report import ArrayInfo
-from .stacks import GUARD, STACKS
 from .trace import Trace
 
 WATCHES = (None, "faults", "counts", "address")
@@ -38,14 +36,8 @@ _OWN_HEADERS = re.compile(r"(cuda|sim)_\w+\.h$")
 
 @dataclass(frozen=True)
 class Run:
-    """What one launch gave.
-
-    Attributes:
-        kernel, grid, block: what was launched.
-        seconds: how long it took here, which says nothing about a GPU.
-        counts: of accesses to memory; None unless watched with "counts".
-        trace: the steps of one block; None unless asked for.
-    """
+    """What one launch gave. seconds: how long it took here, which says nothing about a GPU. counts: of accesses to
+    memory; None unless watched with "counts". trace: the steps of one block; None unless asked for."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -56,21 +48,15 @@ class Run:
 
 
 def compile(file: str | Path, defines: Mapping[str, object] = {}) -> Program:
-    """The kernels of a file, for launching on the CPU.
-
-    Nothing is compiled yet: `Program.launch` does it, once for fast and once for watched runs, and keeps the result by
-    content.
+    """The kernels of a file, for launching on the CPU: `Program.launch` builds them, once for fast and once for watched
+    runs, and keeps the result by content.
 
     Args:
         file: the name of one of kernels/, or the path of one's own. Headers are looked for beside it, then in kernels/.
         defines: macros and their values; True for one that is defined without a value.
 
-    Raises:
-        InputError: for a file that is not there.
-        StackError: without a C++ compiler.
-        CompileError: for a source that the compiler refuses.
-        Unsupported: for a source that uses what only a GPU has.
-    """
+    Raises CompileError for a file that is not there or that the compiler refuses, StackError without a C++ compiler,
+    and Unsupported for a source that uses what only a GPU has."""
     return Program(file, dict(defines))
 
 
@@ -116,11 +102,9 @@ class Program:
             seconds: how long the launch may take at most.
             cores: how many blocks run at a time; all cores by default.
 
-        Raises:
-            InputError: for arguments that the kernel does not take, and sizes that a GPU does not.
-            faults.Fault: for what the kernel does wrong; if it was watched, the arrays are as they were.
-            faults.TooLong: after `seconds`, and for a thread that is counted or traced for 16 million steps without
-                meeting others.
+        Raises InputError for arguments that the kernel does not take and sizes that a GPU does not; faults.Fault for
+        what the kernel does wrong (if it was watched, the arrays are as they were), and its TooLong after `seconds` or
+        where a thread is counted or traced for 16 million steps without meeting others.
         """
         grid, block = _three("grid", grid, 2**31 - 1), _three("block", block, _MOST_THREADS)
         if math.prod(block) > _MOST_THREADS:
@@ -138,8 +122,8 @@ class Program:
             raise InputError("watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so")
         watched = watch in ("faults", "counts") or trace is not None
         kind = "watched" if watched else watch or "fast"
-        library = _library(kind, self.file, tuple(sorted(sources.items())), tuple(sorted(self.defines.items())))
-        call = _Call(library, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes)
+        built = _built(kind, self.file, tuple(sorted(sources.items())), tuple(sorted(self.defines.items())))
+        call = _Call(built, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes)
         flags = (raw.WATCH_FAULTS if watched else 0) | (raw.WATCH_COUNTS if watch == "counts" else 0)
         options = {"watch": flags, "trace": -1 if trace is None else trace, "steps": steps, "seconds": seconds}
         if cores is not None and cores < 1:
@@ -165,48 +149,60 @@ class Program:
             raise met  # on one core it was not met, or not in time
 
 
-class _Library:
-    """A loaded shared library with one build of a file."""
+# ---- in the library ----
 
-    def __init__(self, built) -> None:
-        self.built = built
-        self.handle = ctypes.CDLL(str(built.path))
-        self.handle.sim_launch.restype = ctypes.POINTER(raw.Report)
-        self.handle.sim_launch.argtypes = [ctypes.POINTER(raw.Launch)]
-        self.handle.sim_free.argtypes = [ctypes.POINTER(raw.Report)]
-        self.handle.sim_make_stacks.restype = ctypes.c_void_p
-        self.handle.sim_base.restype = ctypes.c_uint64
-        self.handle.sim_guard_begin.restype = ctypes.c_void_p
-
-    def sizes(self, kernel: str) -> list[int]:
-        """The bytes of each parameter of a kernel."""
-        ended_by_zero = ctypes.POINTER(ctypes.c_int).in_dll(self.handle, f"sim_sizes_{kernel}")
-        return list(takewhile(bool, ended_by_zero))
+# Stacks for the threads of a block, one address for each worker, which the libraries of this process use in turn. Their
+# lower ends are closed, so that a thread that needs too much memory is stopped. On Linux before 6.13 that splits the
+# memory of one worker into 2,048 mappings, and a process may have 65,530 of them: only the first get closed ends.
+_CLOSED = 8
+_stacks: list[int] = []
+_stack_numbers = count()
+# The library whose signal handlers serve all: the one that was launched first.
+_first: dict[None, Any] = {}
+_taking, _building = threading.Lock(), threading.Lock()
 
 
-def _interruptible(library: _Library, launch):
-    """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it within a few moments."""
+@contextmanager
+def _stacks_for(workers: int, make) -> Iterator[list[int]]:
+    taken: list[int] = []
+    try:
+        with _taking:
+            for _ in range(workers):
+                taken.append(_stacks.pop() if _stacks else make(next(_stack_numbers) < _CLOSED) or 0)
+        if not all(taken):
+            raise MemoryError("no memory for the stacks of a block's threads")
+        yield taken
+    finally:
+        with _taking:
+            _stacks.extend(filter(None, reversed(taken)))
 
-    def run():
-        handle = library.handle
-        # AddressSanitizer reports crashes by itself.
-        guarded = nullcontext() if library.built.kind == "address" else GUARD.held(handle)
-        taken = STACKS.take(launch.workers, handle.sim_make_stacks)
+
+def _run(built: toolchain.Built, launch):
+    """The report of a launch, with the handlers installed that turn a crash of a kernel into a fault."""
+    handle = built.handle
+    with _stacks_for(launch.workers, handle.sim_make_stacks) as taken:
         stacks = (ctypes.c_void_p * launch.workers)(*taken)
+        launch.stacks = ctypes.addressof(stacks)
+        if built.kind == "address":  # AddressSanitizer reports crashes by itself
+            return handle.sim_launch(ctypes.byref(launch))
+        handlers = _first.setdefault(None, handle)
+        launch.guard = handlers.sim_guard_begin()
         try:
-            with guarded as launch.guard:
-                launch.stacks = ctypes.addressof(stacks)
-                return handle.sim_launch(ctypes.byref(launch))
+            return handle.sim_launch(ctypes.byref(launch))
         finally:
-            STACKS.give(taken)
+            if launch.guard:
+                handlers.sim_guard_end()
 
+
+def _interruptible(built: toolchain.Built, launch):
+    """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it within a few moments."""
     if threading.current_thread() is not threading.main_thread():
-        return run()
+        return _run(built, launch)
     done: Future = Future()
 
     def report():
         try:
-            done.set_result(run())
+            done.set_result(_run(built, launch))
         except BaseException as error:
             done.set_exception(error)
 
@@ -217,29 +213,26 @@ def _interruptible(library: _Library, launch):
     except BaseException:  # raised by a signal handler, as KeyboardInterrupt is
         launch.cancel = 1
         # Nobody waits for the report any more: free it here, also where it comes later.
-        done.add_done_callback(lambda it: it.exception() or library.handle.sim_free(it.result()))
+        done.add_done_callback(lambda it: it.exception() or built.handle.sim_free(it.result()))
         wait([done], 5)
         raise
     return done.result()
 
 
-_building = threading.Lock()
-
-
 @lru_cache(maxsize=512)
-def _library(kind: str, file: str, sources: tuple, defines: tuple) -> _Library:
+def _built(kind: str, file: str, sources: tuple, defines: tuple) -> toolchain.Built:
     with _building:
-        return _Library(toolchain.build(dict(sources), file, dict(defines), kind))
+        return toolchain.build(dict(sources), file, dict(defines), kind)
 
 
 class _Call:
     """One launch: arguments as the C++ side takes them, and what comes back."""
 
-    def __init__(self, library, kernel, grid, block, signature, arguments, shared_bytes) -> None:
-        self.library, self.kernel, self.grid, self.block = library, kernel, grid, block
+    def __init__(self, built, kernel, grid, block, signature, arguments, shared_bytes) -> None:
+        self.built, self.kernel, self.grid, self.block = built, kernel, grid, block
         # In this library the shared arrays of all kernels lie side by side; on a GPU a launch has its own alone.
-        others = set(library.built.kernels) - {kernel}
-        own = [s for s in library.built.shared if s.function not in others]
+        others = set(built.kernels) - {kernel}
+        own = [s for s in built.shared if s.function not in others]
         taken = sum(s.size for s in own if not s.dynamic)
         if taken > _MOST_STATIC:
             raise InputError(
@@ -254,87 +247,87 @@ class _Call:
             )
         own = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
         names = [s.name for s in own]  # of two with one name, the function is told as well
-        self.shared = [replace(s, name=f"{s.function}::{s.name}") if names.count(s.name) > 1 else s for s in own]
-        sizes = library.sizes(kernel)
+        own = [replace(s, name=f"{s.function}::{s.name}") if names.count(s.name) > 1 else s for s in own]
+        sizes = built.sizes(kernel)
         if len(arguments) != len(sizes):
-            names = ", ".join(p.name for p in signature.parameters)
-            raise InputError(f"{kernel} takes {len(sizes)} arguments ({names}); {len(arguments)} were given")
-        given = list(zip(signature.parameters, arguments, sizes))
-        self.nulls = [p.name for p, a, _ in given if p.pointer and a is None]
-        self.values: list[Any] = [
-            args.value(kernel, p, a, size)
-            if not p.pointer
-            else ctypes.c_void_p(0)
-            if a is None
-            else args.array(kernel, p, a)
-            for p, a, size in given
-        ]
-        self.arrays = [value for value in self.values if isinstance(value, args.Array)]
-        self.written = [
-            a for a, p in zip(self.values, signature.parameters) if isinstance(a, args.Array) and not p.const
-        ]
-        base = library.handle.sim_base()
-        self.variables = [
-            args.Array(v.name, base + v.offset, v.size, v.dtype, v.itemsize, v.extents, None, 0)
-            for v in library.built.variables
-        ]
+            names = [p.name for p in signature.parameters]
+            raise InputError(f"{kernel} takes {len(sizes)} arguments ({', '.join(names)}); {len(arguments)} were given")
+        # A kernel gets a copy of a read-only array, which thus stays as it is.
+        arguments = [a.copy() if isinstance(a, np.ndarray) and not a.flags.writeable else a for a in arguments]
+        self.given = arguments  # as long as a launch may run
+        self.nulls: list[str] = []
+        self.values: list[Any] = []
+        self.arrays: list[args.Array] = []
+        self.written: list[args.Array] = []
+        for parameter, argument, size in zip(signature.parameters, arguments, sizes):
+            if not parameter.pointer:
+                self.values.append(args.value(kernel, parameter, argument, size))
+            elif argument is None:
+                self.values.append(ctypes.c_void_p(0))
+                self.nulls.append(parameter.name)
+            else:
+                self.values.append(args.array(kernel, parameter, argument))
+                self.arrays.append(self.values[-1])
+                self.written += self.arrays[-1:] * (not parameter.const)
+        base = built.handle.sim_base()
+        self.variables = [v.array(base) for v in built.variables]
         self.buffers = self.arrays + self.variables
-        # (address, bytes, offset in the copy) of each piece of memory that is copied as one.
-        self.groups: list[tuple[int, int, int]] = []
-
-    # Watched launches work on copies that lie far apart: an access past the end of one array never meets another array.
+        self.shared = [s.array() for s in own]
+        # (the memory as it was given, where a watched launch has its copy) of what is copied as one.
+        self.copies: list[tuple[np.ndarray, np.ndarray]] = []
 
     @contextmanager
     def arrays_apart(self) -> Iterator[None]:
-        self.before = [args.bytes_at(v.address, v.nbytes).copy() for v in self.variables]
-        at = _GAP
-        starts = {a.address: a.past_aligned for a in self.arrays}
-        for begin, end in args.merged((a.address, a.address + a.nbytes) for a in self.arrays if a.nbytes):
-            at = -(-at // args.ALIGNED) * args.ALIGNED + starts[begin]
-            self.groups.append((begin, end - begin, at))
-            at += end - begin + _GAP
-        self.copy = np.empty(at + args.ALIGNED, np.uint8)
-        base = -self.copy.ctypes.data % args.ALIGNED
-        self.groups = [(address, nbytes, offset + base) for address, nbytes, offset in self.groups]
-        self.reset_arrays()
+        """A context with copies that lie far apart: an access past the end of one array never meets another array."""
+        self.before = [args.bytes_at(v.begin, v.nbytes).copy() for v in self.variables]
+        room = sum(a.nbytes + 2 * args.ALIGNED + _GAP for a in self.arrays) + _GAP
+        self.room = np.empty(room, np.uint8)
+        at = self.room.ctypes.data
         for a in self.arrays:
-            a.moved = self.copy.ctypes.data + _GAP // 2  # an empty array: no access is inside
-            for address, nbytes, offset in self.groups:
-                if address <= a.address < address + nbytes:
-                    a.moved = self.copy.ctypes.data + offset + a.address - address
+            if not a.nbytes:
+                a.begin = at + _GAP // 2  # no access is inside
+        for group in args.groups(self.arrays):
+            begin = group[0].begin
+            nbytes = max(a.begin + a.nbytes for a in group) - begin
+            at += _GAP
+            at += -at % args.ALIGNED + group[0].phase
+            self.copies.append((args.bytes_at(begin, nbytes), args.bytes_at(at, nbytes)))
+            for a in group:
+                a.begin += at - begin
+            at += nbytes
+        self.reset_arrays()
         try:
             yield
         except BaseException:
             self.reset_arrays()
             raise
-        for address, nbytes, offset in self.groups:
-            changed, original = self.copy[offset : offset + nbytes], args.bytes_at(address, nbytes)
+        for original, changed in self.copies:
             if not np.array_equal(changed, original):
                 original[:] = changed
 
     def reset_arrays(self) -> None:
-        for address, nbytes, offset in self.groups:
-            self.copy[offset : offset + nbytes] = args.bytes_at(address, nbytes)
+        for original, changed in self.copies:
+            changed[:] = original
         for variable, before in zip(self.variables, self.before):
-            args.bytes_at(variable.address, variable.nbytes)[:] = before
+            args.bytes_at(variable.begin, variable.nbytes)[:] = before
 
     def _kind(self, buffer: args.Array) -> int:
         """Return what is expected of the uses of a buffer: BufferKind of runtime.h."""
-        if buffer.owner is None:
-            return raw.NO_WRITES if buffer.name in self.library.built.constants else raw.ANY_USE
-        end = buffer.address + buffer.nbytes
-        overlaps = (a.address < end and buffer.address < a.address + a.nbytes for a in self.written)
+        if buffer in self.variables:
+            return raw.NO_WRITES if buffer.name in self.built.constants else raw.ANY_USE
+        end = buffer.begin + buffer.nbytes
+        overlaps = (a.begin < end and buffer.begin < a.begin + a.nbytes for a in self.written)
         return raw.ANY_USE if any(overlaps) else raw.WRITES_UNLIKELY
 
     def run(self, workers: int, names, *, watch: int, trace: int, steps: int, seconds: float) -> Run:
-        library = self.library
-        values = [ctypes.c_void_p(v.place) if isinstance(v, args.Array) else v for v in self.values]
+        values = [ctypes.c_void_p(v.begin) if isinstance(v, args.Array) else v for v in self.values]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        buffers = (raw.Buffer * len(self.buffers))(*((a.place, a.nbytes, self._kind(a)) for a in self.buffers))
-        shared = (raw.Shared * len(self.shared))(*((s.offset, s.size) for s in self.shared))
-        before = [bytes(args.bytes_at(a.place, a.nbytes)) for a in self.buffers] if trace >= 0 else []
+        buffers = (raw.Buffer * len(self.buffers))(*((a.begin, a.nbytes, self._kind(a)) for a in self.buffers))
+        shared = (raw.Shared * len(self.shared))(*((s.begin, s.nbytes) for s in self.shared))
+        for a in self.buffers if trace >= 0 else ():
+            a.before = args.bytes_at(a.begin, a.nbytes).copy()
         launch = raw.Launch(
-            call=ctypes.cast(getattr(library.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
+            call=ctypes.cast(getattr(self.built.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
             arguments=ctypes.addressof(addresses),
             grid=self.grid,
             block=self.block,
@@ -347,37 +340,31 @@ class _Call:
             shared=ctypes.addressof(shared),
             n_buffers=len(buffers),
             n_shared=len(shared),
-            thread_local_bytes=max((s.offset + s.size for s in library.built.shared), default=0),
+            thread_local_bytes=max((s.offset + s.size for s in self.built.shared), default=0),
         )
         # The launch may run for longer than this call, and needs these as long as it runs.
         launch.holds = (self, values, addresses, buffers, shared)
         start = time.perf_counter()
-        report = _interruptible(library, launch)
+        report = _interruptible(self.built, launch)
         took = time.perf_counter() - start
         try:
-            return self._result(report.contents, took, names, watch, trace, before)
+            return self._result(report.contents, took, names, watch, trace)
         finally:
-            library.handle.sim_free(report)
+            self.built.handle.sim_free(report)
 
-    def _result(self, report, took, names, watch, trace, before) -> Run:
+    def _result(self, report, took: float, names, watch: int, trace: int) -> Run:
         counts = steps = None
-        infos = [
-            ArrayInfo(a.name, "global", a.dtype, a.shape, np.frombuffer(before[i], np.uint8) if before else None)
-            for i, a in enumerate(self.buffers)
-        ]
-        infos += [ArrayInfo(s.name, "shared", s.dtype, s.extents) for s in self.shared]
+        arrays = self.buffers + self.shared
         if watch & raw.WATCH_COUNTS and not report.fault.kind:
-            sites, lines = self._resolved(raw.table(report, "sites", raw.SITES))
             footprint = raw.table(report, "footprint", raw.FOOTPRINT)
-            counts = Counts.of(sites, footprint, lines, infos, math.prod(self.grid + self.block))
+            sites, lines = self._resolved(raw.table(report, "sites", raw.SITES))
+            counts = Counts.of(sites, footprint, lines, arrays, math.prod(self.grid + self.block))
         if trace >= 0:
             table, lines = self._resolved(raw.table(report, "steps", raw.STEPS))
             lanes, cut = raw.table(report, "lanes", raw.LANES), bool(report.truncated)
-            steps = Trace.of(table, lanes, lines, infos, names, self.block, truncated=cut)
+            steps = Trace(table, lanes, lines, arrays, names, self.block, truncated=cut)
         if report.fault.kind:
-            arrays = [(a.name, a.place, a.nbytes, a.itemsize, a.words) for a in self.buffers]
-            memory = raw.Memory(arrays, [s.described for s in self.shared], self.nulls)
-            fault = raw.exception(report.fault, self.kernel, self.grid, self.block, self._lines_of, memory)
+            fault = raw.exception(report.fault, self.kernel, self.grid, self.block, self._lines_of, arrays, self.nulls)
             if steps is not None and fault.block == trace:
                 steps.end_with(fault)
             raise fault
@@ -385,8 +372,7 @@ class _Call:
 
     def _resolved(self, rows: np.ndarray):
         """The rows with the simulator's own headers taken off the ends of their paths, and pc -> Line."""
-        pcs = {int(pc) for row in rows for pc in row["path"][: row["depth"]]}
-        lines = self.library.built.lines(pcs)
+        lines = self.built.lines({pc for row in rows for pc in row["path"][: row["depth"]].tolist()})
         own = {pc for pc, line in lines.items() if _OWN_HEADERS.search(line.file)}
         rows = rows.copy()
         for row in rows:
@@ -395,9 +381,9 @@ class _Call:
         return rows, lines
 
     def _lines_of(self, path) -> list:
-        lines = self.library.built.lines(path.pc[: path.depth])
-        found = [lines[pc] for pc in path.pc[: path.depth]]
-        return [line for line in found if line.number and not _OWN_HEADERS.search(line.file)]
+        pcs = path.pc[: path.depth]
+        lines = self.built.lines(pcs)
+        return [lines[pc] for pc in pcs if lines[pc].number and not _OWN_HEADERS.search(lines[pc].file)]
 
 
 def _three(name: str, size, most: int) -> tuple[int, int, int]:
@@ -440,14 +426,8 @@ def step(
 # ---- launches by twell_lab.ops ----
 
 
-class _Session(NamedTuple):
-    """options: what `Program.launch` gets. replace: file of kernels/ -> one's own. runs: filled by the launches."""
-
-    options: dict[str, Any]
-    replace: Mapping[str, str | Path]
-    runs: list[Run]
-
-
+# What `Program.launch` gets, file of kernels/ -> one's own, and the list that the launches fill.
+_Session = tuple[dict[str, Any], Mapping[str, str | Path], list[Run]]
 _session: ContextVar[_Session | None] = ContextVar("twell_lab simulator session", default=None)
 
 
@@ -460,35 +440,28 @@ def watching(
     replace: Mapping[str, str | Path] | None = None,
     cores: int | None = None,
 ) -> Iterator[list[Run]]:
-    """A context in which the launch functions of twell_lab.ops, on CPU tensors, run watched.
+    """A context in which the launch functions of twell_lab.ops, on CPU tensors, run watched. Yields the list that the
+    Run of each launch is added to.
 
-    Args:
-        watch, trace, values, cores: as for `Program.launch`.
-        replace: {"smxx_pack.cu": "my_pack.cu"} runs your own file instead of the one in kernels/.
-
-    Yields:
-        The list that the Run of each launch is added to.
-
-    Raises:
-        InputError: for another `watch`.
-    """
+    watch, trace, values, cores: as for `Program.launch`. replace: {"smxx_pack.cu": "my_pack.cu"} runs your own file
+    instead of the one in kernels/. Raises InputError for another `watch`."""
     if watch not in WATCHES:
         raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
-    session = _Session({"watch": watch, "trace": trace, "values": values, "cores": cores}, replace or {}, [])
-    token = _session.set(session)
+    runs: list[Run] = []
+    token = _session.set(({"watch": watch, "trace": trace, "values": values, "cores": cores}, replace or {}, runs))
     try:
-        yield session.runs
+        yield runs
     finally:
         _session.reset(token)
 
 
 def launch(file: str, kernel: str, defines: tuple, grid, block, arguments, shared_bytes: int = 0) -> None:
     """What the launch functions of twell_lab.ops call for CPU tensors. Outside of `watching` nothing is watched."""
-    session = _session.get() or _Session({"watch": None}, {}, [])
-    own = session.replace.get(file)
+    options, replace, runs = _session.get() or ({"watch": None}, {}, [])
+    own = replace.get(file)
     stamp = os.stat(own).st_mtime_ns if own and os.path.exists(own) else None
     program = _program(str(own or file), defines, stamp)
-    session.runs.append(program.launch(kernel, grid, block, arguments, shared_bytes=shared_bytes, **session.options))
+    runs.append(program.launch(kernel, grid, block, arguments, shared_bytes=shared_bytes, **options))
 
 
 @lru_cache(maxsize=256)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from . import faults
+from .arguments import Array
 
 WATCH_FAULTS, WATCH_COUNTS = 1, 2
 ANY_USE, NO_WRITES, WRITES_UNLIKELY = 0, 1, 2
@@ -78,67 +78,35 @@ def table(report: Any, name: str, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(getattr(report, name) or 0, nbytes), dtype)
 
 
-@dataclass(frozen=True)
-class ArrayInfo:
-    """An array that a launch used.
-
-    space: "global" (an argument) or "shared". dtype: np.dtype, or "bfloat16", which numpy lacks. before: its bytes
-    (uint8) when the launch began; None for shared memory and where no steps are kept.
-    """
-
-    name: str
-    space: str
-    dtype: object
-    shape: tuple[int, ...]
-    before: np.ndarray | None = None
-
-    @property
-    def itemsize(self) -> int:
-        """The bytes of one element."""
-        return 2 if str(self.dtype) == "bfloat16" else np.dtype(self.dtype).itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all elements."""
-        return math.prod(self.shape) * self.itemsize
-
-
 # ---- a fault in words ----
 
 # By the numbers of FaultKind in runtime.h: the exception, what the kernel does, and what would be right.
-_SAID: dict[int, tuple[type[faults.Fault], str, str]] = {
-    1: (faults.OutOfBounds, " {does} {bytes} out of bounds: {place}", ""),
-    2: (faults.Misaligned, " {does} {size} bytes at once at {place}, whose address is no multiple of {size}", ""),
+_SAID: dict[int, tuple] = {
+    1: (faults.OutOfBounds, " {does} {bytes} out of bounds: {place}"),
+    2: (faults.Misaligned, " {does} {size} bytes at once at {place}, whose address is no multiple of {size}"),
     3: (faults.MismatchedBarrier, ": {who} wait for each other at different places\n{waiting}", "{rule}"),
-    4: (
-        faults.SharedRace,
-        " has a race on shared memory: one thread {does} {place}",
-        "with no {barrier}{flag}",
-    ),
+    4: (faults.SharedRace, " has a race on shared memory: one thread {does} {place}", "with no {barrier}{flag}"),
     5: (faults.GlobalRace, " has a race: one thread {does} {place}", "and {order}{flag}"),
-    6: (faults.UninitialisedRead, " reads {place}, which no thread of the block has written", ""),
+    6: (faults.UninitialisedRead, " reads {place}, which no thread of the block has written"),
     7: (
         faults.WarpFault,
         " shuffles from lane {value}, which takes no part in it: it has left the kernel, went another way or is not "
         "named in the mask",
-        "",
     ),
     8: (
         faults.WarpFault,
         " calls a warp-wide operation with mask {value:#010x}, which leaves out the caller, lane {lane}",
-        "",
     ),
-    9: (faults.AssertionFault, " failed {text}", ""),
-    10: (faults.TooLong, " took longer than it was allowed; is there a loop that never ends?", ""),
-    11: (faults.DivisionByZero, " divides a whole number by zero, or the least one by -1", ""),
+    9: (faults.AssertionFault, " failed {text}"),
+    10: (faults.TooLong, " took longer than it was allowed; is there a loop that never ends?"),
+    11: (faults.DivisionByZero, " divides a whole number by zero, or the least one by -1"),
     12: (
         faults.StackOverflow,
         " needs more memory for the arrays and calls of one thread than a thread has; a GPU gives it at most 512 KiB",
-        "",
     ),
-    13: (faults.BrokenHeap, " breaks the memory of malloc and new: {text}", ""),
-    14: (faults.ProcessEnd, " would end this process with {text}; a GPU's code has no such call", ""),
-    15: (faults.ConstantWrite, " {does} {place}, which is __constant__: nobody writes it", ""),
+    13: (faults.BrokenHeap, " breaks the memory of malloc and new: {text}"),
+    14: (faults.ProcessEnd, " would end this process with {text}; a GPU's code has no such call"),
+    15: (faults.ConstantWrite, " {does} {place}, which is __constant__: nobody writes it"),
     16: (
         faults.WarpFault,
         " lets lanes of one warp meet in a warp-wide operation that they call at different places",
@@ -149,7 +117,7 @@ _SAID: dict[int, tuple[type[faults.Fault], str, str]] = {
         " calls a warp-wide operation with mask {low:#010x}, and another lane with {high:#010x}",
         "every lane that the masks name must give the same mask",
     ),
-    18: (faults.WarpFault, " shuffles with width {signed}; 1, 2, 4, 8, 16 and 32 are accepted", ""),
+    18: (faults.WarpFault, " shuffles with width {signed}; 1, 2, 4, 8, 16 and 32 are accepted"),
 }
 _BARRIER, _SHARED_RACE, _GLOBAL_RACE, _BROKEN_HEAP, _OUT_OF_BOUNDS = 3, 4, 5, 13, 1
 _OF_TWO = (4, 5, 16, 17)  # kinds that another thread has a part in
@@ -167,47 +135,47 @@ _WAITS = (
 ).split()
 
 
-class Memory:
-    """What a launch could touch, to say where an address lies.
-
-    arrays: (name, begin, bytes, bytes of an element, a description) of each array argument; shared: the same of each
-    shared array, begin counted from the start of the thread-local block. nulls: names of the arguments given as None.
-    """
-
-    def __init__(self, arrays: Sequence[tuple], shared: Sequence[tuple], nulls: Sequence[str] = ()) -> None:
-        self.arrays, self.shared, self.nulls = arrays, shared, nulls
-
-    def place(self, fault: Any) -> tuple[str, str | None, int | None]:
-        """(description of the fault's address, the array that holds it or is nearest, the element there)."""
-        address = fault.address
-        if fault.shared_offset == OWN_MEMORY:
-            return "past one of the thread's own variables", None, None
-        if address == UNKNOWN_ADDRESS:
-            return "at an address that no memory has", None, None
-        if address < 4096:
-            given = f", as of a null pointer; given as None: {', '.join(self.nulls)}" if self.nulls else ""
-            return f"at an address near zero ({address:#x}){given}", None, None
-        arrays = self.arrays
-        if fault.kind != _GLOBAL_RACE and fault.shared_offset >= 0 and self.shared:
-            address, arrays = fault.shared_offset, self.shared
-        inside = lambda a: a[1] <= address and address + fault.size <= a[1] + a[2]  # noqa: E731
-        away = lambda a: max(a[1] - address, address - a[1] - a[2], 0)  # noqa: E731
-        nearest = min(arrays, key=lambda a: (not inside(a), away(a)), default=None)
-        if nearest is None or away(nearest) > 1 << 24:
-            return f"at an address in no array ({address:#x}; memory from malloc or new is none)", None, None
-        name, begin, nbytes, itemsize, words = nearest
-        element, past = (address - begin) // itemsize, address - begin - nbytes
-        if inside(nearest):
-            return f"{name}[{element:,}], {words}", name, element
-        side = "just past the end" if past == 0 else "across the end"
-        if past > 0 or address < begin:
-            side = f"{past:,} bytes past the end" if past > 0 else f"{begin - address:,} bytes before the start"
-        return f"{side} of {name} (it would be element {element:,}), {words}", name, element
+def _place(fault: Any, arrays: Sequence[Array], nulls: Sequence[str]) -> tuple[str, str | None, int | None]:
+    """(description of the fault's address, the array that holds it or is nearest, the element there)."""
+    address = fault.address
+    if fault.shared_offset == OWN_MEMORY:
+        return "past one of the thread's own variables", None, None
+    if address == UNKNOWN_ADDRESS:
+        return "at an address that no memory has", None, None
+    if address < 4096:
+        given = f", as of a null pointer; given as None: {', '.join(nulls)}" if nulls else ""
+        return f"at an address near zero ({address:#x}){given}", None, None
+    shared = [a for a in arrays if a.space == "shared"]
+    in_shared = fault.kind != _GLOBAL_RACE and fault.shared_offset >= 0 and bool(shared)
+    address = fault.shared_offset if in_shared else address
+    inside = lambda a: a.begin <= address and address + fault.size <= a.begin + a.nbytes  # noqa: E731
+    away = lambda a: max(a.begin - address, address - a.begin - a.nbytes, 0)  # noqa: E731
+    there = shared if in_shared else [a for a in arrays if a.space == "global"]
+    nearest = min(there, key=lambda a: (not inside(a), away(a)), default=None)
+    if nearest is None or away(nearest) > 1 << 24:
+        return f"at an address in no array ({address:#x}; memory from malloc or new is none)", None, None
+    name, past = nearest.name, address - nearest.begin - nearest.nbytes
+    element = (address - nearest.begin) // nearest.element
+    if inside(nearest):
+        return f"{name}[{element:,}], {nearest.words}", name, element
+    side = "just past the end" if past == 0 else "across the end"
+    if past > 0 or address < nearest.begin:
+        side = f"{past:,} bytes past the end" if past > 0 else f"{nearest.begin - address:,} bytes before the start"
+    return f"{side} of {name} (it would be element {element:,}), {nearest.words}", name, element
 
 
-def exception(fault: Any, kernel: str, grid: tuple, block: tuple, lines_of: Callable, memory: Memory) -> faults.Fault:
-    """A fault of one launch in words. lines_of: path -> list of Lines."""
-    kind, what, hint = _SAID[fault.kind]
+def exception(
+    fault: Any,
+    kernel: str,
+    grid: tuple,
+    block: tuple,
+    lines_of: Callable,
+    arrays: Sequence[Array],
+    nulls: Sequence[str],
+) -> faults.Fault:
+    """A fault of one launch in words. lines_of: path -> list of Lines. arrays: what it could touch. nulls: the names of
+    the arguments given as None."""
+    kind, what, *hints = _SAID[fault.kind]
     path = lines_of(fault.path)
     facts = {"kernel": kernel, "block": fault.block, "thread": fault.thread, "path": path}
     two = fault.kind in _OF_TWO
@@ -232,9 +200,9 @@ def exception(fault: Any, kernel: str, grid: tuple, block: tuple, lines_of: Call
         "flag": _FLAG if 2 in (fault.is_write, fault.other_is_write) else "",
     }
     if fault.kind == _OUT_OF_BOUNDS and text:  # the compiler's own check
-        what = _index(said["signed"], text, path, memory, facts)
+        what = _index(said["signed"], text, path, arrays, facts)
     elif "{place}" in what or (fault.kind == _BROKEN_HEAP and fault.size):
-        said["place"], facts["array"], facts["element"] = memory.place(fault)
+        said["place"], facts["array"], facts["element"] = _place(fault, arrays, nulls)
         what += ": {place}" if fault.kind == _BROKEN_HEAP else ""
     size = f"(grid {_size(grid)}, block {_size(block)})"
     lines = [*_calls(path), f"  by thread {fault.thread} of block {fault.block} {size}"]
@@ -248,14 +216,15 @@ def exception(fault: Any, kernel: str, grid: tuple, block: tuple, lines_of: Call
         did = f"{_DOES[fault.other_is_write]} it" if "{place}" in what else "waits in it, too"
         same = "the same block" if fault.other_block == fault.block else f"block {fault.other_block}"
         lines += [f"and thread {fault.other_thread} of {same} {did}", *_calls(other)]
-    return kind("\n".join([kernel + what.format(**said), *lines, *filter(None, [hint.format(**said)])]), **facts)
+    return kind("\n".join([kernel + what.format(**said), *lines, *(hint.format(**said) for hint in hints)]), **facts)
 
 
-def _index(index: int, kind: str, path: list, memory: Memory, facts: dict) -> str:
+def _index(index: int, kind: str, path: list, arrays: Sequence[Array], facts: dict) -> str:
     """What a compiler's check of an index says. kind: the type of the array, as "float [4]"."""
     kind = kind.strip("'").replace(" [", "[", 1)
     line = path[-1].text if path else ""
-    array, words = next(((a[0], a[4]) for a in memory.shared if f"{a[0]}[" in line), (None, ""))
+    shared = (a for a in arrays if a.space == "shared" and f"{a.name}[" in line)
+    array, words = next(((a.name, a.words) for a in shared), (None, ""))
     facts["array"], facts["element"] = array, index if words.endswith(kind[kind.index("[") :]) else None
     return f" goes out of bounds: index {index:,} of {array or 'an array'}, {kind}"
 

@@ -71,8 +71,6 @@ class Declaration:
     function: str
     type: str
     shape: tuple[int, ...] | None
-    file: str
-    line: int
 
 
 def code_only(text: str, strings: bool = True) -> str:
@@ -202,7 +200,7 @@ def _split(text: str) -> list[str]:
 
 
 class Types:
-    """Resolves simple typedefs (`typedef A B;`, `using B = A;`) and integer constants of a preprocessed text."""
+    """Simple typedefs (`typedef A B;`, `using B = A;`) and integer constants of a preprocessed text."""
 
     def __init__(self, own: OwnText):
         self._code = own.code
@@ -305,7 +303,7 @@ def variables(own: OwnText) -> tuple[Declaration, ...]:
             kind = own.types.resolve(d[1]) if d[1] and d[1].strip() else kind
             extents = re.findall(r"\[([^\]]*)\]", d[3])
             shape = None if extents and not extents[0].strip() else tuple(map(own.types.integer, extents))
-            found.append(Declaration(d[2], m[1].lower(), function, kind or "char", shape, *own.at(m.start())))
+            found.append(Declaration(d[2], m[1].lower(), function, kind or "char", shape))
     return tuple(found)
 
 

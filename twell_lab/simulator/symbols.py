@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os.path import basename, normpath
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..core import StackError
-from .arguments import TYPES
+from .arguments import TYPES, Array
 from .source import SIZES, Declaration
 
 Tool = Callable[..., str | None]  # names -> the path of the first program that is there
@@ -46,26 +47,19 @@ class Variable:
     shape: tuple[int, ...]
     dynamic: bool = False
 
-    @property
-    def dtype(self) -> object:
-        """np.dtype, or "bfloat16"; bytes of what numpy has no name for."""
-        return "bfloat16" if self.type == "__nv_bfloat16" else np.dtype(TYPES.get(self.type, np.uint8))
-
-    @property
-    def itemsize(self) -> int:
-        """The bytes of one element of `dtype`."""
-        return 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        """The shape, in one extent where it has none."""
-        return self.shape or (self.size // self.itemsize,)
-
-    @property
-    def described(self) -> tuple[str, int, int, int, str]:
-        """Return what report.Memory takes of a shared array."""
-        element = self.size // max(1, math.prod(self.extents)) or 1
-        return self.name, self.offset, self.size, element, f"shared {self.type} {list(self.extents)}"
+    def array(self, base: int = 0) -> Array:
+        """The array that it is, at an address or in shared memory; vectors and structs get one more axis, of values or
+        of bytes."""
+        scalar = self.type.rstrip("1234") if self.type not in TYPES else self.type
+        dtype: Any = "bfloat16" if scalar == "__nv_bfloat16" else np.dtype(TYPES.get(scalar, np.uint8))
+        item = 2 if dtype == "bfloat16" else dtype.itemsize
+        shape = self.shape or (self.size // item,)
+        element = self.size // max(1, math.prod(shape)) or 1
+        words = f"{dtype if base else f'shared {self.type}'} {list(shape)}"
+        shape += (element // item,) * (element > item)
+        return Array(
+            self.name, "global" if base else "shared", base + self.offset, self.size, dtype, shape, element, words
+        )
 
 
 UNKNOWN = Line("?", 0, "", "?")
@@ -102,8 +96,8 @@ def find_variables(
     names = _output(filt, text="".join(f"{name}\n" for name, _ in own)).splitlines()
     found: dict[bool, list[Variable]] = {True: [], False: []}
     for name, ((_, shared), row) in zip(names, own.items(), strict=True):
-        function, last = _at_last_colons(name)
-        last = last.partition("[")[0]  # clang's discriminators and abi tags
+        # What stands before the last `::`, and after it without clang's discriminators and abi tags.
+        function, last = re.fullmatch(r"(?:(.*)::)?(\w+).*?", name, re.S).groups("")
         if not last.startswith("sim_") and not function.startswith("sim_"):
             same = [d for d in declared if d.name == last and (d.space == "shared") == shared]
             found[shared].append(_variable(last, short_name(function), int(row[1], 16), int(row[2], 0), same))
@@ -185,13 +179,3 @@ def short_name(function: str) -> str:
         if depth == 0 and c == " ":
             start = position + 1
     return name[start:].replace("\0", "()").removesuffix(".cold")  # GCC's name for a part it put elsewhere
-
-
-def _at_last_colons(name: str) -> tuple[str, str]:
-    """Return what stands before and after the last `::` that is outside of brackets."""
-    depth = 0
-    for position in range(len(name) - 1, 0, -1):
-        depth += (name[position] in ")>") - (name[position] in "(<")
-        if depth == 0 and name[position - 1 : position + 1] == "::":
-            return name[: position - 1], name[position + 1 :]
-    return "", name

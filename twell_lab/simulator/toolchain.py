@@ -20,15 +20,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
+from itertools import takewhile
 from os.path import normpath
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import core
-from ..core import CompileError, InputError, StackError
+from ..core import CompileError, StackError
 from . import source
-from .complaint import UNIT, complaint
+from .faults import Unsupported
+from .report import Launch, Report
 from .source import Declaration, OwnText, Signature
 from .symbols import Line, Variable, find_lines, find_variables, symbols_of
 
@@ -214,8 +216,6 @@ def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object
 
 
 def _own_text(sources: Mapping[str, str], entry: str, defines: Mapping[str, object]) -> OwnText:
-    if entry not in sources:
-        raise InputError(f"{entry!r} is none of the sources: {', '.join(sources)}")
     return _preprocessed(tuple(sorted(sources.items())), entry, tuple(sorted(defines.items())), compiler(), CUDA)
 
 
@@ -238,11 +238,6 @@ def _work_in(folder: Path, what: str) -> Iterator[Path]:
         raise StackError(
             f"no room to build {what} in {folder} ({error.strerror}); TWELL_LAB_CACHE can name another folder"
         ) from error
-
-
-def _hidden(temporary: Path, inside: Path) -> dict[str, str]:
-    """Folders that mean nothing to the user, and what the compiler's messages say instead."""
-    return {f"{inside}/": "", f"{temporary.resolve()}/": "", f"{CUDA.resolve()}/": "simulator/"}
 
 
 def _includes(cuda: Path) -> list:
@@ -271,6 +266,22 @@ class Built:
     compiler: Compiler
     _lines: dict[int, Line] = field(default_factory=dict, repr=False, compare=False)
 
+    @cached_property
+    def handle(self) -> Any:
+        """The library, loaded."""
+        handle = ctypes.CDLL(str(self.path))
+        handle.sim_launch.restype = ctypes.POINTER(Report)
+        handle.sim_launch.argtypes = [ctypes.POINTER(Launch)]
+        handle.sim_free.argtypes = [ctypes.POINTER(Report)]
+        handle.sim_make_stacks.restype = handle.sim_guard_begin.restype = ctypes.c_void_p
+        handle.sim_base.restype = ctypes.c_uint64
+        return handle
+
+    def sizes(self, kernel: str) -> list[int]:
+        """The bytes of each parameter of a kernel."""
+        ended_by_zero = ctypes.POINTER(ctypes.c_int).in_dll(self.handle, f"sim_sizes_{kernel}")
+        return list(takewhile(bool, ended_by_zero))
+
     def lines(self, pcs: Iterable[int]) -> dict[int, Line]:
         """The line of each return address, counted from where the library is loaded; Line("?", 0, "", "?"): unknown."""
         pcs = [int(pc) for pc in pcs]
@@ -292,8 +303,6 @@ def build(
     kind: "fast", "watched" (every access, call and basic block tells the runtime) or "address" (AddressSanitizer's).
     Raises Unsupported for code that needs a GPU, CompileError with the compiler's messages, StackError without a
     compiler or room for what it writes."""
-    if kind not in KINDS:
-        raise InputError(f"kind is {kind!r}; accepted are {', '.join(KINDS)}")
     cxx, folder = compiler(), (cache_in or core.cache_dir()).resolve()
     listed = listing(sources, entry, defines)
     wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
@@ -312,12 +321,12 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: Listin
     inside = _write(sources, temporary)
     unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in _own_text(sources, entry, defines).namespaces)]
     unit += [f"SIM_EXPORT({kernel})" for kernel in listed.kernels]
-    (inside / UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
+    (inside / _UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
     dynamic = sorted({d.name for d in listed.variables if d.space == "shared" and d.shape is None})
     (inside / "sim_dynamic.cpp").write_text(_KERNELS_END + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
     here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
     flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
-    _compile([cxx.path, *flags, "-c", UNIT, "-o", "unit.o"], entry, temporary, inside)
+    _compile([cxx.path, *flags, "-c", _UNIT, "-o", "unit.o"], entry, temporary, inside)
     _refuse_host_calls(cxx, inside / "unit.o", entry)
     flags = [*_flags(cxx, "fast", {}), *here]
     _compile([cxx.path, *flags, "-c", "sim_dynamic.cpp", "-o", "dynamic.o"], entry, temporary, inside)
@@ -362,8 +371,44 @@ def _refuse_host_calls(cxx: Compiler, unit: Path, entry: str) -> None:
 def _compile(command: list, entry: str, temporary: Path, inside: Path) -> subprocess.CompletedProcess:
     done = _run(command, inside)
     if done.returncode:
-        raise complaint(entry, done.stderr or done.stdout, _hidden(temporary, inside))
+        hidden = {f"{inside}/": "", f"{temporary.resolve()}/": "", f"{CUDA.resolve()}/": "simulator/"}
+        raise _complaint(entry, done.stderr or done.stdout, hidden)
     return done
+
+
+# ---- messages of the compiler
+
+_UNIT = "sim_unit.cpp"  # the generated file that includes the .cu
+_MOST_LINES = 20
+_GENERATED = re.compile(rf"^(?:In file included|\s+) from (?:<command-line>|<built-in>|\S*{_UNIT}).*\n", re.M)
+_UNDEFINED = re.compile(r"(?:(?<=[\s/:])([^\s/:]+:\d+): )?undefined (?:reference to|symbol:) [`']?(.*?)'?$", re.M)
+_NO_HEADER = re.compile(r"^(\S.*?:\d+):\d+: fatal error: '?([^':\n]+)'?(?:: No such file| file not found)", re.M)
+# Names of CUDA's own start with two underscores; g++ and clang++ say in many ways that they know none.
+_UNKNOWN = re.compile(
+    r"^(\S.*?:\d+):\d+: error: (?:use of undeclared identifier|unknown type name|there are no arguments to)? ?"
+    r"'(__\w+)'(?: was not declared| does not name| that depend|[;\n])(?:.*(; did you mean '\w+'\?))?",
+    re.M,
+)
+
+
+def _complaint(entry: str, messages: str, hidden: Mapping[str, str]) -> CompileError | Unsupported:
+    """Unsupported for a name or a header of CUDA's that the simulator lacks, else CompileError with the first lines.
+
+    hidden: folders that mean nothing to the user -> what to write instead.
+    """
+    for folder, instead in hidden.items():
+        messages = messages.replace(folder, instead)
+    messages = re.sub(r"(?m)(^|\s)\./", r"\1", _GENERATED.sub("", messages))
+    if (header := _NO_HEADER.search(messages)) and source.CUDA_HEADER.fullmatch(header[2]):
+        return Unsupported(f"{header[1]}: <{header[2]}> cannot run in the simulator: the header is CUDA's own")
+    if name := _UNKNOWN.search(messages):
+        return Unsupported(f"{name[1]}: {name[2]} is not known to the simulator{name[3] or ''}")
+    lines = [line for line in messages.split("\n") if line.strip()]
+    if undefined := _UNDEFINED.findall(messages):
+        undefined = dict.fromkeys((at or entry, name) for at, name in undefined)
+        lines = [f"{at}: {name} is declared and used, and defined nowhere" for at, name in undefined]
+    more = [f"({len(lines) - _MOST_LINES} more lines)"] if len(lines) > _MOST_LINES else []
+    return CompileError("\n".join([f"{entry} does not compile for the simulator:", *lines[:_MOST_LINES], *more]))
 
 
 def _runtime(cxx: Compiler, folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -98,12 +99,10 @@ class Step:
         return "a warp operation"
 
 
-@dataclass(frozen=True)
-class LastTouch:
+class LastTouch(NamedTuple):
     """Who touched each element of an array last: flat arrays of thread and step, -1 where nobody did.
 
-    wrote: whether that was a write or an atomic; written: whether there has been one at all.
-    """
+    wrote: whether that was a write or an atomic; written: whether there has been one at all."""
 
     thread: np.ndarray
     step: np.ndarray
@@ -171,13 +170,8 @@ class Trace(Sequence):
 
     fault: Fault | None = None
 
-    def __init__(self, steps: list[Step], arrays: dict, block_shape: tuple, changes: list, truncated: bool) -> None:
-        self.steps, self.arrays, self.block_shape, self.truncated = steps, arrays, block_shape, truncated
-        self._changes = changes  # one an array: which byte each write set to what, and in which step
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         steps: np.ndarray,
         lanes: np.ndarray,
         lines: Mapping,
@@ -185,24 +179,52 @@ class Trace(Sequence):
         names: Sequence[str],
         block_shape: tuple[int, ...],
         truncated: bool = False,
-    ) -> Trace:
+    ) -> None:
         """From what the runtime recorded.
 
         steps: rows (warp, kind, space, size, path, depth, first, lanes, name) in order; the lanes of a row are
         lanes[first:first + lanes] (thread, array, offset, value); lines: pc -> file, number, text, function;
         names: of the watches, which `name` counts.
         """
-        arrays = list(arrays)
+        self._all = arrays = list(arrays)
+        self.arrays, self.block_shape, self.truncated = {a.name: a for a in arrays}, tuple(block_shape), truncated
         owner = np.repeat(np.arange(len(steps)), steps["lanes"])
         within = np.arange(len(owner)) - np.repeat(np.cumsum(steps["lanes"]) - steps["lanes"], steps["lanes"])
         flat = lanes[steps["first"][owner] + within]
         values = _values(steps, owner, flat, arrays)
-        made, end = [], 0
-        for index, row in enumerate(steps):
-            mine, end = slice(end, end + int(row["lanes"])), end + int(row["lanes"])
-            made.append(_step(index, row, flat[mine], values[mine], lines, arrays, names, math.prod(block_shape)))
-        changes = [_changes(number, steps, owner, flat) for number in range(len(arrays))]
-        return cls(made, {array.name: array for array in arrays}, tuple(block_shape), changes, truncated)
+        ends = np.cumsum(steps["lanes"]).tolist()
+        self.steps = [
+            self._step(index, row, flat[end - row["lanes"] : end], values[end - row["lanes"] : end], lines, names)
+            for index, (row, end) in enumerate(zip(steps, ends, strict=True))
+        ]
+        # One an array: which byte each write set to what, and in which step.
+        self._changes = [_changes(number, steps, owner, flat) for number in range(len(arrays))]
+
+    def _step(self, index: int, row, lanes: np.ndarray, values: list, lines: Mapping, names: Sequence[str]) -> Step:
+        kind = KINDS[int(row["kind"])]
+        path = tuple(lines[int(pc)] for pc in row["path"][: row["depth"]])
+        owners = [self._all[number] if number >= 0 and kind in MEMORY else None for number in lanes["array"].tolist()]
+        items = [array.itemsize if array else 0 for array in owners]
+        named = tuple(array.name if array else None for array in owners)
+        item, warp = next(filter(None, items), 0), int(row["warp"])
+        return Step(
+            index=index,
+            warp=warp,
+            kind=kind,
+            line=path[-1] if path else None,
+            path=path,
+            array=named[0] if len(set(named)) == 1 else None,
+            arrays=named,
+            space=SPACES[int(row["space"])],
+            threads=tuple(lanes["thread"].tolist()),
+            elements=tuple(
+                at // item if item else None for at, item in zip(lanes["offset"].tolist(), items, strict=True)
+            ),
+            count=int(row["size"]) // item if item and row["size"] % item == 0 else 0,
+            values=tuple(values),
+            name=names[int(row["name"])] if kind == "watch" else None,
+            absent=_absent(warp, lanes, math.prod(self.block_shape)) if kind == "warp" else (),
+        )
 
     def end_with(self, fault: Fault) -> None:
         """Add the step that the fault stopped, which has changed nothing."""
@@ -294,20 +316,18 @@ class Trace(Sequence):
     def _number(self, array: str) -> int:
         if array not in self.arrays:
             raise InputError(f"array is {array!r}; this trace has {', '.join(self.arrays) or 'none'}")
-        return list(self.arrays).index(array)
+        return self._all.index(self.arrays[array])
 
     def size(self, array: str) -> int:
         """The number of an array's elements."""
         return math.prod(self.arrays[array].shape)
 
     def _contents(self, number: int, step: int, first: int, count: int) -> np.ma.MaskedArray:
-        array = list(self.arrays.values())[number]
+        array = self._all[number]
         item = array.itemsize
         begin, end = first * item, (first + count) * item
         known = np.full(end - begin, array.before is not None)
-        content = (
-            np.zeros(end - begin, np.uint8) if array.before is None else np.array(array.before[begin:end], np.uint8)
-        )
+        content = np.zeros(end - begin, np.uint8) if array.before is None else array.before[begin:end].copy()
         places, bytes_, when = self._changes[number]
         done = np.flatnonzero((when <= step) & (places >= begin) & (places < end))
         content[places[done] - begin] = bytes_[done]  # where a byte is written twice, the later one stays
@@ -316,43 +336,6 @@ class Trace(Sequence):
 
 
 # ---- decoding ----
-
-
-def _step(
-    index: int,
-    row,
-    lanes: np.ndarray,
-    values: list,
-    lines: Mapping,
-    arrays: list,
-    names: Sequence[str],
-    threads: int,
-) -> Step:
-    kind = KINDS[int(row["kind"])]
-    path = tuple(lines[int(pc)] for pc in row["path"][: row["depth"]])
-    owners = [arrays[number] if number >= 0 and kind in MEMORY else None for number in lanes["array"].tolist()]
-    items = [array.itemsize if array is not None else 0 for array in owners]
-    elements = tuple(
-        offset // item if item else None for offset, item in zip(lanes["offset"].tolist(), items, strict=True)
-    )
-    named = tuple(array.name if array is not None else None for array in owners)
-    item = next(filter(None, items), 0)
-    return Step(
-        index=index,
-        warp=int(row["warp"]),
-        kind=kind,
-        line=path[-1] if path else None,
-        path=path,
-        array=named[0] if len(set(named)) == 1 else None,
-        arrays=named,
-        space=SPACES[int(row["space"])],
-        threads=tuple(lanes["thread"].tolist()),
-        elements=elements,
-        count=int(row["size"]) // item if item and row["size"] % item == 0 else 0,
-        values=tuple(values),
-        name=names[int(row["name"])] if kind == "watch" else None,
-        absent=_absent(int(row["warp"]), lanes, threads) if kind == "warp" else (),
-    )
 
 
 def _absent(warp: int, lanes: np.ndarray, threads: int) -> tuple[int, ...]:

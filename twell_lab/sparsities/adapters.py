@@ -10,9 +10,9 @@ Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training
 (peft.ShiraConfig). peft merges by adding differences and unmerges by subtracting them, which leaves the rounding of
 both in the weights. Here the values that are overwritten are kept instead: as many as the adapter has.
 
-A layer of `sparsify` reads the model's own parameters, and needs nothing else. Where its neurons lie in another order,
-`switch` writes where they lie now: an Adapter is always one of the dense model. Layers that own another representation
-(INT8, 2:4, blocks) do not follow what is written."""
+A layer of `sparsify` reads the model's own parameters, and needs nothing else, unless its neurons were put in another
+order, which adapters do not fit. Layers that own another representation (INT8, 2:4, blocks) do not follow what is
+written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core import InputError
-from ..layers import storage
 from ..layers.find import check_model
 from ..layers.sparse_ffn import SparseFFN
 from .magnitude import kept_of
@@ -45,10 +44,8 @@ Adapter = dict[str, Change]  # what an adapter makes of a model's parameters, by
 
 def of_peft(model: nn.Module, name: str = "default") -> Adapter:
     """Return what one SHiRA adapter of a peft model makes of the base model's weights: W + scaling * difference,
-    rounded to W's dtype once, by the names that the parameters have once peft's layers are gone (`unload`).
-
-    model: what peft.get_peft_model or peft.inject_adapter_in_model returned. InputError for one without a SHiRA adapter
-    of this name, or a merged one."""
+    rounded to W's dtype once, by the names that the parameters have once peft's layers are gone (`unload`). InputError
+    for a model without an unmerged SHiRA adapter of this name."""
     check_model(model)
     changes, inner = {}, model
     while type(inner).__module__.partition(".")[0] == "peft":  # a PeftModel holds a tuner, and that the model
@@ -76,8 +73,11 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
     Nothing is computed, so the adapter belongs to the weights that it was made from: before another one, switch back.
 
     model: dense, or with layers that `sparsify` swapped; peft's own layers gone (`unload`). InputError, with nothing
-    written, for a parameter that the model does not have, or has in another shape, dtype or on another device."""
+    written, for layers whose neurons lie in another order, and for a parameter that the model does not have, or has in
+    another shape, dtype or on another device."""
     check_model(model)
+    if any(isinstance(layer, SparseFFN) and layer.order is not None for layer in model.modules()):
+        raise InputError("the model's neurons lie in another order, which adapters do not fit; tl.densify(model) first")
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, change in adapter.items():
         weight = own.get(name)
@@ -85,17 +85,12 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
         wanted = change.shape, change.values.dtype, change.values.device
         if there != wanted or hasattr(weight, "device_mesh"):
             raise InputError(f"{name} is {there}; accepted: the model of the adapter, {wanted}, whole")
-    before, lies = {}, {}
-    for layer in model.modules():
-        if isinstance(layer, SparseFFN) and layer.order is not None:
-            lies.update(storage.rows_and_columns(layer.parts, layer.order))
+    before = {}
     for name, change in adapter.items():
         weight = own[name]
         # As whole numbers: a CPU scatters 16-bit values by way of float32, which changes NaNs, also in other places.
         bits = weight.view(_BITS[weight.itemsize])
-        row_and_column = change.places // change.shape[1], change.places % change.shape[1]
-        order = lies.get(id(weight), (None, None))
-        at = tuple(old if new is None else new[old] for old, new in zip(row_and_column, order))
+        at = change.places // change.shape[1], change.places % change.shape[1]
         before[name] = Change(change.places, bits[at].view(weight.dtype), change.shape)
         bits.index_put_(at, change.values.view(bits.dtype))
     # The last one first: what was written twice, a tied weight under two names, has to end as it began.

@@ -6,12 +6,9 @@
     tl.sparsify(model, "blocks")               # as a path of feed-forward layers, or tl.plan(..., paths=["blocks"])
 
 Method: Narang et al., arXiv 1711.02782 (pruning by the size of blocks); Gray et al., "GPU kernels for block-sparse
-weights", 2017. **2:4 inside blocks** (`nested_mask`) is a pattern to prune to, and no faster than blocks
-(docs/kernels/sm80_blocks.md).
-
-Weights that were pruned one by one have few empty blocks: where zeros are drawn independently, a block of 32 x 32 at
-90% has a value almost surely. `group_columns` puts columns beside each other whose zeros lie in the same rows (Labini
-et al., arXiv 2202.05868); `empty_share` says what it was worth."""
+weights", 2017. **2:4 inside blocks** (`nested_mask`) is a pattern to prune to, and no faster than blocks. Weights that
+were pruned one by one have few empty blocks; `group_columns` puts columns beside each other whose zeros lie in the same
+rows (Labini et al., arXiv 2202.05868), and `empty_share` says what it was worth."""
 
 from __future__ import annotations
 
@@ -52,11 +49,11 @@ def _cut(matrix: Tensor, size: Size) -> Tensor:
 
 
 def block_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
-    """Keep the blocks whose sum of squares is largest: bool [out, in], True for what is kept.
+    """Keep the blocks whose sum of squares is largest: bool [out, in], True for what is kept. Exactly round(sparsity *
+    blocks) blocks go; of equal sums, in float64, the last in row order.
 
-    weight: [out, in], finite. sparsity: from 0 up to, but not, 1. Exactly round(sparsity * blocks) blocks go; of equal
-    sums, in float64, the last in row order. size: of a block: one number for a square, or (rows, columns); 16 to 128,
-    and divisors of out and in. InputError for others."""
+    weight: [out, in], finite. sparsity: from 0 up to, but not, 1. size: of a block: one number for a square, or (rows,
+    columns); 16 to 128, and divisors of out and in. InputError for others."""
     blocks = _cut(checked_weight(weight), size)
     norms = torch.linalg.vector_norm(blocks, dim=(2, 3), dtype=torch.float64)
     kept = largest(norms, kept_of(norms.numel(), sparsity))
@@ -77,20 +74,19 @@ def _used(matrix: Tensor, size: Size) -> Tensor:
 
 
 def empty_share(matrix: Tensor, size: Size = 32) -> float:
-    """Return the share of the blocks that hold zeros alone: what a block-sparse product may skip.
-
-    matrix: [rows, columns], a weight or a mask. size: as in `block_mask`. InputError for other sizes, and for what is
-    no dense matrix that holds its values."""
+    """Return the share of the blocks of a weight or mask [rows, columns] that hold zeros alone, which a block-sparse
+    product may skip. InputError for sizes as `block_mask`, and for what is no dense matrix."""
     return 1 - _used(matrix, size).any(3).any(2).double().mean().item()
 
 
 def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
     """Find an order of the columns that leaves more blocks empty, greedily: int64 [columns], their own where none does.
-    weight[:, order] takes x[..., order]. Arguments and errors as `empty_share`.
+    weight[:, order] takes x[..., order]. Arguments and errors as `empty_share`. Its time grows with the square of the
+    columns.
 
     Each block of columns begins with the column, of those left, that has values in the most blocks of rows; it is
     filled with those that need the fewest blocks of rows more, of these with what needs the most of those that are
-    needed already; of equal ones the first. Its time grows with the square of the columns."""
+    needed already; of equal ones the first."""
     needs = _used(matrix, size).any(2).double()  # [blocks of rows, blocks of columns, columns of a block]
     wide = needs.shape[2]
     needs = needs.flatten(1).cpu()
@@ -113,17 +109,15 @@ def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
 
 
 def to_bsr(weight: Tensor, size: Size = 32) -> Tensor:
-    """Return a weight as torch's block-sparse tensor (layout torch.sparse_bsr) of the blocks that are not all zero.
-
-    `to_dense` gives every value back bit for bit, zeros as +0. weight: [out, in]. InputError as `empty_share`."""
+    """Return a weight [out, in] as torch's block-sparse tensor (layout torch.sparse_bsr) of the blocks that are not all
+    zero, exactly, zeros as +0. InputError as `empty_share`."""
     matrix = as_matrix(weight).detach()
     return matrix.to_sparse_bsr(tuple(_cut(matrix, size).shape[2:]))
 
 
 class Blocks(Products):
-    """Block-sparse products for each projection of which at least LEAST_EMPTY of the blocks are empty. Exact: nothing
-    is pruned. Weights of 16 bits take ops.blocks, whose kernel needs a GPU from sm_80 on, others torch's products. The
-    layer owns the filled blocks."""
+    """Block-sparse products for each projection of which at least LEAST_EMPTY of the blocks are empty: of 16 bits by
+    ops.blocks, on GPUs from sm_80 on, others by torch. Exact. The layer owns the filled blocks."""
 
     name = "blocks"
     patterned = True

@@ -31,11 +31,6 @@ def check_number(name: str, value: float, fits: Callable[[float], bool], accepte
     return float(value)
 
 
-def check_share(name: str, value: float) -> float:
-    """Return the value. InputError for anything but a number above 0 and up to 1."""
-    return check_number(name, value, lambda share: 0 < share <= 1, "a number above 0 and up to 1")
-
-
 def checked_weight(weight: Tensor) -> Tensor:
     """Return the weight [out, in] without its history. InputError unless it is a dense matrix of finite floating-point
     values of 16 bits or more, that are there (not on meta)."""
@@ -46,8 +41,7 @@ def checked_weight(weight: Tensor) -> Tensor:
 
 
 def checked_linear(module: nn.Module) -> nn.Linear:
-    """Return the module. InputError unless it is exactly an nn.Linear, without hooks, with a plain weight of its
-    own."""
+    """Return the module. InputError unless it is exactly an nn.Linear, without hooks, with a plain weight."""
     plain = type(module) is nn.Linear and not any(vars(module)[kind] for kind in HOOKS)
     if not plain or type(module._parameters.get("weight")) is not nn.Parameter:
         raise InputError(
@@ -58,8 +52,8 @@ def checked_linear(module: nn.Module) -> nn.Linear:
 
 
 def check_gpu(name: str, device: torch.device, oldest: tuple[int, int], what: str) -> None:
-    """Raise DeviceError unless the device is a GPU of this compute capability or a newer one. name: of the argument
-    that is there. what: they have."""
+    """Raise DeviceError unless the device of this argument is a GPU of this compute capability or a newer one, which
+    have `what`."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability is None or capability < oldest:
         where = "a CPU" if capability is None else "a GPU of compute capability {}.{}".format(*capability)

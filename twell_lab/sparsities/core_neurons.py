@@ -3,7 +3,7 @@
     core = core_neurons(model, prompt, share=0.4)   # model: dense, ReLU
     model = core.apply(model)                       # lossy from here on; few_neurons.remove(model) takes it back
 
-CoreInfer (Wang et al., arXiv 2410.18311): nothing is predicted. The weights of the chosen neurons are gathered when the
+CoreInfer (Wang et al., arXiv 2410.18311): nothing is predicted; the weights of the chosen neurons are gathered when the
 prompt was read, so that each token takes small dense products, and nothing waits for the host."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..core import InputError
 from ..formats.twell import fires
 from ..layers.find import FeedForward
 from ..ops.activation import RELU
-from .checks import check_share, shown
+from .checks import check_number, shown
 from .few_neurons import FewNeurons, Neurons, computed, dense_layers, gate_of, of_neurons
 from .magnitude import largest
 
@@ -45,13 +45,11 @@ class CoreFFN(FewNeurons):
 
 @torch.no_grad()
 def core_neurons(model: nn.Module, prompt: Tensor, share: float = 0.4) -> Neurons:
-    """Choose the neurons to go on with after a prompt. Of each token, the share OF_TOKEN of its firing neurons, rounded
-    up, is its core: those of the largest |h|, what enters down. Of the layer, those that are in the cores of the most
-    tokens are; of equally many the first.
-
-    model: runs once over the prompt, and is left as it was; layers and errors are those of `predictors.predict`.
-    prompt: token ids [1, length]. share: of a layer's neurons, above 0 and up to 1: ceil(share * d_ff) are taken."""
-    check_share("share", share)
+    """Choose the neurons to go on with after a prompt, token ids [1, length]. Of each token, the share OF_TOKEN of its
+    firing neurons, rounded up, is its core: those of the largest |h|, what enters down. Of the layer, the ceil(share *
+    d_ff) that are in the cores of the most tokens are; of equally many the first. The model is left as it was; layers
+    and errors are those of `predictors.predict`."""
+    check_number("share", share, lambda part: 0 < part <= 1, "a number above 0 and up to 1")
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.shape[0] != 1 or not prompt.numel():
         raise InputError(f"prompt is {shown(prompt)}; token ids [1, length] are accepted")
     layers, neurons = dense_layers(model), {}

@@ -3,18 +3,11 @@
     y = two_four_dropout(h)                     # [..., d_ff], what enters the down projection in training
     layer.dropout = TwoFourDropout()            # in the place of nn.Dropout(0.5)
 
-Dropout at one half already sets half of the activations to zero, in places that no hardware skips. In 2:4 places tensor
-cores from sm_80 on skip them, and the first operand of y = h Wd^T, the one that may be 2:4, is h. The pattern is new in
-each step, so h has to be compressed in each step too: `bench.experiments` measures both, and the loss.
-
-What changes for training: every value is kept with probability 1/2, as by Bernoulli dropout (Srivastava et al., JMLR
-2014), and doubled, so its mean is the value and its variance value^2. But two of four are kept always, so that two
-neighbours are kept together with probability 1/6 instead of 1/4. For a sum over four terms s = w_i h_i the variance is
-
-    4/3 sum s_i^2 - 1/3 (sum s_i)^2    instead of    sum s_i^2
-
-zero where the four are equal, up to 4/3 as much where they cancel, and the same on average where their signs are
-independent."""
+Dropout at one half already sets half of the activations to zero, in places that no hardware skips; in 2:4 places tensor
+cores from sm_80 on skip them in y = h Wd^T. The pattern is new in each step, so h has to be compressed in each step
+too: `bench.experiments` measures both, and the loss. Every value is kept with probability 1/2, as by Bernoulli dropout
+(Srivastava et al., JMLR 2014), but of four exactly two are: so for a sum over four terms s = w_i h_i the variance is
+4/3 sum s_i^2 - 1/3 (sum s_i)^2 and not sum s_i^2, which is the same on average where signs are independent."""
 
 from __future__ import annotations
 

@@ -3,17 +3,16 @@
     layer = ExpertsLayer(d_model, d_ff, experts=8, top_k=2)     # a Mixtral block, from random weights
     layer.experts.way = "loop"                                  # or "grouped" (at first), or "padded"
 
-Method: Shazeer et al., arXiv 1701.06538; Fedus et al., "Switch Transformers", arXiv 2101.03961; the router is that of
-Mixtral (Jiang et al., arXiv 2401.04088). All ways give the same result:
+Method: Shazeer et al., arXiv 1701.06538; the router is that of Mixtral (Jiang et al., arXiv 2401.04088). All ways give
+the same result:
 
 - "loop": one expert after the other, each for its tokens, sorted by expert. The host has to know how many each has.
 - "grouped": torch's grouped product multiplies every group of the sorted tokens by its own weight in one launch
   (torch.nn.functional.grouped_mm; MegaBlocks, Gale et al., arXiv 2211.15841), and nothing waits (`takes_grouped`).
-- "padded": each expert's tokens are filled up to those of the busiest one, and torch.bmm runs: all tokens to one expert
-  cost as much as all tokens to all.
+- "padded": each expert's tokens are filled up to those of the busiest one, and torch.bmm runs.
 
-Weights lie as transformers' do, so that a state of its MixtralSparseMoeBlock loads, and `tl.sparsify` swaps the experts
-one by one."""
+Weights lie as in transformers' MixtralSparseMoeBlock, whose state loads, and `tl.sparsify` swaps the experts one by
+one."""
 
 from __future__ import annotations
 
@@ -68,10 +67,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, loop: bool = F
 
 
 class Experts(nn.Module):
-    """Gated feed-forward layers, each for the tokens that chose it: act(x Wg^T) * (x Wu^T) Wd^T.
-
-    Parameters: gate_up_proj [experts, 2 d_ff, d_model], each expert's Wg above its Wu; down_proj [experts, d_model,
-    d_ff]. activation: "silu" or "relu". way: one of WAYS; may be set later. like: device and dtype."""
+    """Gated feed-forward layers, each for the tokens that chose it: act(x Wg^T) * (x Wu^T) Wd^T. gate_up_proj [experts,
+    2 d_ff, d_model] has each expert's Wg above its Wu; down_proj is [experts, d_model, d_ff]. activation: "silu" or
+    "relu". way: one of WAYS; may be set later. like: device and dtype."""
 
     def __init__(
         self, d_model: int, d_ff: int, experts: int, activation: str = "silu", way: str = "grouped", **like: Any
@@ -87,10 +85,10 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(weight))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of what each token's experts give, weighted: [tokens, d_model], in x's dtype.
+        """Return the sum of what the experts of each token give, weighted: [tokens, d_model], in x's dtype.
 
-        x: [tokens, d_model], in the parameters' dtype. chosen: int64 [tokens, top_k], experts, each once; a number that
-        no expert has adds nothing. weights: [tokens, top_k]. InputError for others, and another way."""
+        x: [tokens, d_model], in the parameters' dtype. chosen: int64 [tokens, top_k]; a number that no expert has adds
+        nothing. weights: [tokens, top_k]. InputError for others, and another way."""
         experts, d_model = self.down_proj.shape[:2]
         top_k = chosen.shape[-1] if chosen.dim() == 2 else 0
         shapes = x.shape == (len(chosen), d_model) and weights.shape == chosen.shape and top_k

@@ -50,10 +50,8 @@ def computed(x: Tensor, weights: Weights, acts: Activation, chosen: Tensor | Non
 
 
 def best_alone(x: Tensor, scores: Tensor, neurons: int, weights: Weights, acts: Activation, down_t: Tensor) -> Tensor:
-    """Return the same for x [rows, d_model], of the `neurons` neurons with the highest scores [rows, d_ff] of each row.
-
-    One row gathers them; several rows, which have each their own, are computed densely and masked, and spare
-    nothing."""
+    """Return the same for x [rows, d_model], of the `neurons` neurons with the highest scores [rows, d_ff] of each row:
+    gathered for one row; of several, which have each their own, computed densely and masked."""
     best = scores.topk(neurons, sorted=False).indices
     if len(x) == 1:
         return computed(x, of_neurons(weights, best[0], down_t), acts)
@@ -62,8 +60,7 @@ def best_alone(x: Tensor, scores: Tensor, neurons: int, weights: Weights, acts: 
 
 class FewNeurons(nn.Module, ABC):
     """A feed-forward layer that computes some of its neurons, for inference. Lossy. dense: the layer as it was. What a
-    subclass makes of its weights (`renew`) it owns: that is made again when a state is loaded, and when the layer is
-    moved or cast."""
+    subclass owns of its weights (`renew`) is made again when a state is loaded, and when the layer is moved or cast."""
 
     label = "chosen neurons"
 
@@ -75,7 +72,6 @@ class FewNeurons(nn.Module, ABC):
 
     @property
     def weights(self) -> Weights:
-        """The dense layer's weights."""
         return Weights.of(*self._parts)
 
     @abstractmethod
@@ -98,17 +94,14 @@ def dense_layers(model: nn.Module) -> list[FeedForward]:
     layers, reasons = survey(model)
     if chosen := [name for name, module in model.named_modules() if isinstance(module, FewNeurons)]:
         raise InputError(f"{chosen[0]!r} computes chosen neurons already; accepted: remove(model) first")
-    dense = [layer for layer in layers if _replaceable(layer)]
+    alone = [
+        one for one in layers if not (one.both or one.acts or one.cut or isinstance(one.module, (StandIn, Expert)))
+    ]
+    dense = [layer for layer in alone if not parts_of(layer.module).family.inside]
     if not dense:
         why = next((f"{name} {reason}" for name, reason in reasons.items()), f"{len(layers)} others")
         raise InputError(f"no dense layer with a ReLU in {type(model).__name__} ({why}); one or more is accepted")
     return dense
-
-
-def _replaceable(layer: FeedForward) -> bool:
-    if layer.both or layer.acts is not None or layer.cut is not None or isinstance(layer.module, (StandIn, Expert)):
-        return False
-    return not parts_of(layer.module).family.inside
 
 
 def remove(model: nn.Module) -> nn.Module:

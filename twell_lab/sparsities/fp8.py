@@ -25,9 +25,8 @@ def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias by an E4M3 product, with one scale a token: x [..., columns] -> [..., rows].
 
     On a GPU from sm_89 on torch._scaled_mm, rows and columns multiples of 16, whose result is rounded to bfloat16; on a
-    CPU the same values multiplied in float32. Of a row of x that is not finite the result is NaN. Raises InputError for
-    other rows than E4M3, shapes that do not fit, and where x or the bias needs a gradient; DeviceError for an older
-    GPU."""
+    CPU the same values multiplied in float32. Of a row of x that is not finite the result is NaN. InputError for other
+    rows, shapes, and where a gradient is needed; DeviceError for an older GPU."""
     flat = flattened(x, rows, KIND, bias)
     if x.is_cuda:
         check_gpu("the weight", x.device, OLDEST, "FP8 products")

@@ -5,11 +5,8 @@
     tl.sparsify(model, "int8")                             # as a path of feed-forward layers
 
 torch's operations (torch._int_mm, and two that scale) write and read the int32 sums. `ops.int8` scales them where they
-are, and multiplies gate and up in one launch: on GPUs from sm_80 on, for results of 16 bits and widths of multiples of
-16, outside of compiled code.
-
-**2:4 with INT8**: a zero stays a zero when it is quantised, so a 2:4 weight stays 2:4; `two_four_int8` multiplies with
-it by cuSPARSELt, on GPUs from sm_80 on."""
+are, on GPUs from sm_80 on, for results of 16 bits and widths of multiples of 16, outside of compiled code. **2:4 with
+INT8**: a zero stays a zero when it is quantised; `two_four_int8` multiplies with such a weight by cuSPARSELt."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None, *, apart: boo
     rows].
 
     By the kernel of ops.int8 where that takes it, else, or where it is asked for `apart`, by torch._int_mm and two
-    operations that scale. Of a row of x that is not finite the result is NaN. On a GPU: sm_75 and newer, rows and
-    columns multiples of 8. Raises InputError for other rows than INT8, more than MOST_COLUMNS columns, shapes that do
-    not fit, and where x or the bias needs a gradient."""
+    operations that scale. Of a row of x that is not finite the result is NaN. On a GPU: rows and columns multiples of
+    8. InputError for other rows than INT8, more than MOST_COLUMNS columns, other shapes, and where a gradient is
+    needed."""
     flat = flattened(x, rows, torch.int8, bias)
     if flat.shape[1] > MOST_COLUMNS:
         raise InputError(f"x has {flat.shape[1]} columns; up to {MOST_COLUMNS} are accepted, whose sum int32 holds")
@@ -76,10 +73,8 @@ def _scaled(sums: Tensor, tokens: Rows, weights: Rows, dtype: torch.dtype, bias:
 
 
 def packed_two_four(rows: Rows) -> Tensor:
-    """Return INT8 rows that are 2:4 as cuSPARSELt multiplies them: half of the values, and their places.
-
-    Raises InputError for rows that are not 2:4 or no multiples of 32; DeviceError for a CPU, a GPU before sm_80 and a
-    torch without cuSPARSELt."""
+    """Return INT8 rows that are 2:4 as cuSPARSELt multiplies them: half of the values, and their places. InputError for
+    rows that are not 2:4 or no multiples of 32; DeviceError where there is no cuSPARSELt."""
     check_two_four(rows.values.half())
     if any(n % 32 for n in rows.values.shape):
         raise InputError(f"the rows are {list(rows.values.shape)}; multiples of 32 are accepted")

@@ -3,9 +3,8 @@
     kept = magnitude_mask(weight, 0.9)      # bool [out, in]: a tenth of the weights
     kept = threshold_mask(weight, 0.01)     # those above a threshold
 
-Exactly as many weights go as were asked for, and of equal magnitudes the first in row order stay. (torch has it too, in
-torch.nn.utils.prune, which leaves open which of equal magnitudes go.) What stores the kept ones alone is in
-`sparsities.weights`, and what prunes whole models in `sparsities.prune`."""
+Exactly as many weights go as were asked for, and of equal magnitudes the first in row order stay (torch.nn.utils.prune
+leaves that open). `sparsities.weights` stores the kept ones alone, `sparsities.prune` prunes whole models."""
 
 from __future__ import annotations
 

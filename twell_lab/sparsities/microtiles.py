@@ -4,10 +4,9 @@
     y = product(tiles, down_t)          # h down_t [tokens, d_model]; down_t [d_ff, d_model], kept transposed
 
 Method: Zheng et al., "PIT: Optimization of Dynamic Sparse Deep Learning Models via Permutation Invariant
-Transformation", SOSP 2023, arXiv 2301.10936. The sum over k in c = a b may be taken in any order, so what is sparse
-along k can be gathered into dense tiles: of a stripe of 32 rows of a, the columns that hold anything, micro-tiles of
-32 x 1. They meet the same rows of b, and the result is the stripe of c, in place. Along the rows, micro-tiles of 1 x k,
-the same is padding (`sparsities.padding`). CUDA graphs hold both functions, torch.compile neither."""
+Transformation", SOSP 2023, arXiv 2301.10936. The sum over k in c = a b may be taken in any order, so of a stripe of 32
+rows of a, the columns that hold anything, micro-tiles of 32 x 1, are gathered into dense tiles. They meet the same rows
+of b, and the result is the stripe of c, in place. CUDA graphs hold both functions, torch.compile neither."""
 
 from __future__ import annotations
 
@@ -78,8 +77,8 @@ def product(tiles: MicroTiles, b: Tensor) -> Tensor:
     b; what is not finite in b is met by occupied tiles alone.
 
     On a GPU from sm_80 on, 16-bit values and heights of 32, 64 and 128 run as one kernel, with sums in float32, and
-    nothing waits. Everything else is gathered stripe by stripe by torch, which waits for the counts. InputError for a b
-    of another shape, dtype or device than the tiles', and for one that needs a gradient, which this does not have."""
+    nothing waits; everything else by torch. InputError for a b of another shape, dtype or device, or with a
+    gradient."""
     if not isinstance(tiles, MicroTiles):
         raise InputError(f"tiles is a {type(tiles).__name__}; what find_microtiles returns is accepted")
     wanted = tiles.values.dtype, tiles.shape[1], tiles.values.device

@@ -3,11 +3,9 @@
     tl.sparsify(model, "experts")       # or tl.plan(..., paths=["experts"])
 
 This is MoEfication (Zhang et al., arXiv 2110.01786) without training: neurons are grouped by their weights (`alike`),
-and the gate, which is computed whole, is the router. What fires in groups that are not taken is missing.
-
-Little can be gained, since a token's row and result are copied for each of its groups. The paths "twell" and "hot_cold"
-are the finest grain: nothing is copied, and nothing is missing. `routed_by_firing` shows that hot/cold and experts are
-one idea at two grains."""
+and the gate, which is computed whole, is the router. What fires in groups that are not taken is missing. Little can be
+gained, since a token's row and result are copied for each of its groups; the paths "twell" and "hot_cold" are the
+finest grain, where nothing is copied or missing (`routed_by_firing`)."""
 
 from __future__ import annotations
 
@@ -65,10 +63,8 @@ def sizes_of(d_ff: int) -> tuple[int, int, int]:
 
 class AsExperts(Converted):
     """A layer's neurons as GROUPS experts or fewer, `alike` by their gate; each token is given the share TAKEN of them
-    in which the most fires, by the sum of the gate's magnitudes. Lossy, unless what fires for a token lies in these.
-
-    Up and down run as grouped products (`takes_grouped`), for which the layer owns the weights a second time; where
-    there are none everything is computed, and what is not taken is masked. Nothing waits for the device."""
+    in which the most fires, by the sum of the gate's magnitudes. Lossy. Up and down run as grouped products
+    (`takes_grouped`), for which the layer owns the weights a second time; elsewhere all is computed, and masked."""
 
     name = "experts"
     exact = False
@@ -139,14 +135,11 @@ class Routing(NamedTuple):
 
 def routed_by_firing(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, hot: int, grain: int) -> Routing:
     """Compute a ReLU-gated layer group by group: the first `hot` neurons for all tokens, groups of `grain` others for
-    the tokens for which one of theirs fires. What is not routed is zero, so the result is the dense layer's.
+    the tokens for which one of theirs fires, so that the result is the dense layer's. Grain 1 is the hot/cold split of
+    this project; grain d_ff - hot is one cold expert. The host waits at each group.
 
-    Grain 1 is the hot/cold split of this project; grain d_ff - hot is one cold expert, dense products that nearly every
-    token needs. A mixture of experts trains a router to guess; here the gate is the router, at the price of its
-    product. The host waits at each group.
-
-    x: [tokens, d_model]; gate, up: [d_ff, d_model]; down: [d_model, d_ff]. hot: 0 to d_ff. grain: 1 or more. InputError
-    for other numbers, and shapes that do not fit."""
+    x: [tokens, d_model]; gate, up: [d_ff, d_model]; down: [d_model, d_ff]. InputError for other shapes, a `hot` that is
+    not from 0 to d_ff, and a grain that is not from 1 up."""
     x, gate, up, down, *_ = checks.check_layer(x, gate, up, down)
     d_ff = len(gate)
     if x.dim() != 2 or type(hot) is not int or not 0 <= hot <= d_ff:

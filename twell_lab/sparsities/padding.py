@@ -31,8 +31,7 @@ class Padding(NamedTuple):
         return len(self.places) == self.shape.numel()
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the real rows of x [*shape, width], side by side: [real rows, width]. Does not wait. InputError for an
-        x of other rows, or on another device."""
+        """Return the real rows of x [*shape, width]: [real rows, width]. InputError for an x of other rows."""
         if not isinstance(x, Tensor) or x.shape[:-1] != self.shape or x.device != self.places.device:
             raise InputError(f"x is {shown(x)}; {[*self.shape, 'width']} on {self.places.device} is accepted")
         rows = x.reshape(self.shape.numel(), x.shape[-1])
@@ -40,11 +39,8 @@ class Padding(NamedTuple):
 
 
 def remove_padding(x: Tensor, real: Tensor) -> tuple[Tensor, Padding]:
-    """Return the rows of x [..., width] that are real, [real rows, width], in their order, and where they were. How
-    many there are decides the shape, so this waits for the device once; one `Padding` serves all layers of a model.
-
-    real: bool [...], True for rows that are not padding, such as an attention mask of transformers compared with 0.
-    InputError for another shape, dtype or device of `real`."""
+    """Return the rows of x [..., width] that are real, bool [...], in their order, and where they were. It waits for
+    the device once; one `Padding` serves all layers of a model. InputError for others."""
     if not isinstance(real, Tensor) or (real.dtype, real.device) != (torch.bool, getattr(x, "device", None)):
         raise InputError(f"x is {shown(x)} and real {shown(real)}; a tensor and bool, on one device, are accepted")
     padding = Padding(real.reshape(-1).nonzero()[:, 0], real.shape)
@@ -52,8 +48,8 @@ def remove_padding(x: Tensor, real: Tensor) -> tuple[Tensor, Padding]:
 
 
 def add_padding(rows: Tensor, padding: Padding) -> Tensor:
-    """Return the padded batch, [..., width]: the rows [real rows, width] where they were, bit for bit, and zeros
-    elsewhere. Does not wait. InputError for another number of rows, or another device."""
+    """Return the padded batch, [..., width]: the rows [real rows, width] where they were, and zeros elsewhere.
+    InputError for another number of rows, or another device."""
     places, shape = padding
     if not isinstance(rows, Tensor) or rows.shape[:-1] != places.shape or rows.device != places.device:
         raise InputError(f"rows is {shown(rows)}; [{len(places)}, width] on {places.device} is accepted")
@@ -63,10 +59,7 @@ def add_padding(rows: Tensor, padding: Padding) -> Tensor:
 
 
 def unpadded(layer: Callable[[Tensor], Tensor], x: Tensor, real: Tensor) -> Tensor:
-    """Return layer(x) of the real rows, and zeros for the others, in time that follows the real rows.
-
-    layer: computes each row by itself, [rows, width] -> [rows, any width]: best several that follow each other, in an
-    nn.Sequential. One that mixes tokens (attention) needs to know where sequences end, and takes torch.nested or flash
-    attention's cumulative lengths. x, real, and errors: as of `remove_padding`."""
+    """Return layer(x) of the real rows, and zeros for the others. layer: computes each row by itself, [rows, width] ->
+    [rows, any width]; attention, which mixes tokens, needs to know where sequences end, and takes torch.nested."""
     rows, padding = remove_padding(x, real)
     return add_padding(layer(rows), padding)

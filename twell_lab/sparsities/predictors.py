@@ -6,12 +6,9 @@
 
 What fires is known once the gate is computed, which is a third of a gated layer's work. Deja Vu (Liu et al., arXiv
 2310.17157) guesses earlier: two narrow matrices, trained for each layer on inputs of a trained ReLU model, score all
-neurons of a token: x [d_model] -> rank -> [d_ff]. Those with the highest scores are computed.
-
-At one token a layer gathers the rows of gate and up and the columns of down that it needs, and computes small dense
-products of a fixed number of neurons, so that nothing waits for the host. What fires and was not chosen is missing:
-`recall` is the share of firing neurons that were chosen, `precision` the share of the chosen ones that fire, on inputs
-that the predictor was not trained on."""
+neurons of a token: x [d_model] -> rank -> [d_ff]. Those with the highest scores are computed; what fires and was not
+chosen is missing. `recall` is the share of firing neurons that were chosen, `precision` the share of the chosen ones
+that fire, on inputs that the predictor was not trained on."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from ..core import InputError
 from ..formats.twell import fires
 from ..layers.find import FeedForward
 from ..ops.activation import RELU
-from .checks import check_count, check_share
+from .checks import check_count, check_number
 from .few_neurons import FewNeurons, Neurons, best_alone, dense_layers, gate_of
 
 ROWS = 8192  # inputs of a layer that a predictor is made of, at most
@@ -62,10 +59,8 @@ class PredictedFFN(FewNeurons):
 
 
 class LayerPredictor(NamedTuple):
-    """The predictor of one layer, and how well it guesses on inputs that it was not trained on.
-
-    shape: (d_ff, d_model). firing: how many neurons fire at one of these on average. recalls: float64 [d_ff + 1], the
-    share of firing neurons among the n that score highest."""
+    """The predictor of one layer. shape: (d_ff, d_model). firing: how many neurons fire at a token on average. recalls:
+    float64 [d_ff + 1], the share of firing neurons among the n that score highest, on inputs that it did not learn."""
 
     predictor: LowRank
     shape: tuple[int, int]
@@ -88,11 +83,15 @@ def judged(layer: FeedForward, predictor: LowRank, x: Tensor) -> LayerPredictor:
     return LayerPredictor(predictor, (d_ff, d_model), total / len(x), recalls)
 
 
+def _check_recall(recall: float) -> float:
+    return check_number("recall", recall, lambda share: 0 < share <= 1, "a number above 0 and up to 1")
+
+
 class Predictors(Neurons):
     """Predictors of a model's layers, by name. recall: what was asked for, in each layer."""
 
     def __init__(self, layers: dict[str, LayerPredictor], recall: float) -> None:
-        self.layers, self.recall = layers, check_share("recall", recall)
+        self.layers, self.recall = layers, _check_recall(recall)
         counts = {name: layer.neurons(recall) for name, layer in layers.items()}
         super().__init__(counts, {name: layer.shape for name, layer in layers.items()}, self._predicting)
 
@@ -129,9 +128,9 @@ def predict(
     recall: the share of the firing neurons that each layer should compute, above 0 and up to 1, on the tokens that
     judge; how many it computes follows. rank: how narrow the predictors are. steps: of 256 tokens each.
 
-    Layers that do more than their parts say, were swapped by sparsify, are experts, or lie in a block stay dense.
-    InputError for wrong arguments, a model without others, fewer than 8 tokens, and inputs that are not finite."""
-    check_share("recall", recall)
+    InputError for wrong arguments, a model without a dense ReLU layer, fewer than 8 tokens, and inputs that are not
+    finite."""
+    _check_recall(recall)
     check_count("rank", rank)
     check_count("steps", steps)
     layers, trained = dense_layers(model), {}

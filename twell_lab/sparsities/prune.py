@@ -40,7 +40,7 @@ def prune(
     sparsity: the share of each layer's weights that go (`magnitude.magnitude_mask`); of a "masked" layer what is gone
     stays gone. mask: in its stead, a function from a weight to what is kept. only: the layers for which only(name,
     module) is true. gradient: of new SparseLinears. InputError, with nothing changed, for a model without such layers,
-    and by name for layers that are no plain nn.Linear, share their weight, or whose weight is not finite."""
+    and by name for layers that are no plain nn.Linear, share their weight, or are not finite."""
     check_model(model)
     if (sparsity is None) == (mask is None) or not (mask is None or callable(mask)):
         raise InputError(f"sparsity is {sparsity!r:.80} and mask {mask!r:.80}; a share or a function, one, is accepted")
@@ -80,8 +80,7 @@ def proximal_step(optimizer: torch.optim.Optimizer, l1: float, weights: Iterable
     """Take one step of the optimizer, then the proximal step of l1 * sum |w|: w <- sign(w) max(|w| - lr * l1, 0).
 
     It gives exact zeros, where the gradient of |w| in the loss only swings about zero. After plain SGD this is ISTA
-    (Daubechies et al., arXiv math/0307152), whose fixed points minimise loss + l1 * sum |w|; after Adam it is decoupled
-    from its scaling. In 16 bits a weight shrinks only if lr * l1 is more than half of its last place: train in float32.
+    (Daubechies et al., arXiv math/0307152); after Adam it is decoupled from its scaling. Train in float32.
 
     weights: parameters of the optimizer that are shrunk, by the rates of their groups. InputError, before the step, for
     an l1 that is not from 0 up and weights that the optimizer does not have."""

@@ -4,9 +4,9 @@
     near = rows.dense()                # what they stand for
     half = Bitmap.of(pruned)           # exact, for weights with zeros; half.dense() gives them back
 
-Method: symmetric, round to nearest, scale max |w| / 127 (448 in E4M3), as Jacob et al., arXiv 1712.05877 (for weights
-of a row each), and Dettmers et al., arXiv 2208.07339 (a scale for each row of x as well). What multiplies them is in
-`sparsities.int8`, `sparsities.fp8` and `sparsities.twell_int8`."""
+Method: symmetric, round to nearest, scale max |w| / 127 (448 in E4M3), as Jacob et al., arXiv 1712.05877, and Dettmers
+et al., arXiv 2208.07339 (a scale for each row of x as well). `sparsities.int8`, `fp8` and `twell_int8` multiply
+them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ class Rows(NamedTuple):
 
 def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> Rows:
     """Round a matrix to few bits with one scale a row: symmetric, the largest magnitude of each row becomes the largest
-    value, zeros stay zeros. An INT8 value is at most half a scale off.
-
-    weight: [rows, columns], floating-point values of 16 or 32 bits. dtype: torch.int8 or torch.float8_e4m3fn.
-    InputError for another dtype, and for a weight that is no matrix, on meta or not finite."""
+    value, zeros stay zeros. weight: [rows, columns], finite, of 16 or 32 bits. dtype: torch.int8 or
+    torch.float8_e4m3fn. InputError for others."""
     if dtype not in LARGEST:
         raise InputError(f"dtype is {dtype!r:.80}; accepted: {dtype_names(LARGEST)}")
     check_tensor("the weight", weight, dtypes=WEIGHTS)
@@ -110,12 +108,9 @@ def output_error(y: Tensor, exact: Tensor) -> float:
 
 
 class Bitmap(NamedTuple):
-    """A matrix loaded as sparse, to be computed as dense (Xia et al., Flash-LLM, arXiv 2309.10285): a dense product of
-    what is expanded on the way into it spares bytes, and no operations. Expanded by an operation of its own, as here,
-    it only spares memory.
-
-    values: those that are not zero, [nnz], in row order; bits: uint8 [ceil(rows * columns / 8)], one for each place,
-    the first in the lowest bit; shape: (rows, columns)."""
+    """A matrix loaded as sparse, to be computed as dense (Xia et al., Flash-LLM, arXiv 2309.10285). Expanded by an
+    operation of its own, as here, it only spares memory. values: those that are not zero, [nnz], in row order; bits:
+    uint8 [ceil(rows * columns / 8)], one for each place, the first in the lowest bit; shape: (rows, columns)."""
 
     values: Tensor
     bits: Tensor

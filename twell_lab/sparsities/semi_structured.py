@@ -37,10 +37,9 @@ def usual_backend() -> str:
 
 
 def tensor_kind(shape: Sequence[int], dtype: torch.dtype, device: torch.device, backend: str | None = None) -> Any:
-    """Return torch's class of 2:4 tensors of a backend, for a weight (out, in) like this one.
-
-    Raises InputError for another backend than "cutlass" and "cusparselt", and for dtypes and shapes that it does not
-    take; DeviceError for a CPU, a GPU before sm_80, and where this build of torch has no such backend."""
+    """Return torch's class of 2:4 tensors of a backend, for a weight (out, in) like this one. InputError for another
+    backend than "cutlass" and "cusparselt", and for dtypes and shapes that it does not take; DeviceError for a CPU, a
+    GPU before sm_80, and where this build of torch has no such backend."""
     backend = backend or usual_backend()
     if backend not in BACKENDS:
         raise InputError(f"backend is {backend!r:.80}; accepted: {', '.join(map(repr, BACKENDS))}")
@@ -57,12 +56,11 @@ def tensor_kind(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
 
 
 def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
-    """Return y = x W^T + b with torch's 2:4 tensor W [out, in], as torch.nn.functional.linear gives it.
+    """Return y = x W^T + b with torch's 2:4 tensor W [out, in], as torch.nn.functional.linear gives it, of x [..., in].
 
     cuSPARSELt's product is called at once, so that y is written as it is wanted and not as y^T; torch's own way is
-    taken with CUTLASS, and where something watches or changes operations. x: [..., in], in W's dtype and on its device.
-    Raises InputError for another sparse, x or bias, where one of them needs a gradient, and under autocast to another
-    dtype."""
+    taken with CUTLASS, and where something watches or changes operations. InputError for another sparse, x or bias,
+    where one of them needs a gradient, and under autocast to another dtype."""
     if not isinstance(sparse, torch.sparse.SparseSemiStructuredTensor):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of torch is accepted")
     if checks.needs_gradient(x, bias):
@@ -92,10 +90,8 @@ def product(x: Tensor, sparse: Any, bias: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def packed(weight: Tensor, backend: str | None = None) -> Any:
-    """Return a 2:4 weight [out, in] on a GPU as torch's tensor, once it multiplied a row.
-
-    backend: "cutlass" (in torch for GPUs of 8.x) or "cusparselt"; None takes cuSPARSELt where torch has it. Raises
-    InputError for another weight and as `tensor_kind`; DeviceError as that, and where its kernels refuse this GPU."""
+    """Return a 2:4 weight [out, in] on a GPU as torch's tensor, once it multiplied a row. backend: "cutlass" or
+    "cusparselt"; None takes cuSPARSELt where torch has it. InputError for another weight; errors as `tensor_kind`."""
     backend, weight = backend or usual_backend(), weight.detach()
     kind = tensor_kind(weight.shape, weight.dtype, weight.device, backend)
     check_two_four(weight)
@@ -107,11 +103,9 @@ def packed(weight: Tensor, backend: str | None = None) -> Any:
 
 def searched(sparse: Any, tokens: int) -> Any:
     """Return the given tensor of cuSPARSELt [out, in], made fit for y = x W^T of about so many tokens: with the fastest
-    algorithm, and so that y is written as it is wanted and not as y^T.
-
-    cuSPARSELt runs one algorithm after the other to find it: 0.13 ms for 0.22 on an H100 (4,096 in each direction,
-    bfloat16; dense 0.18). It is not done unasked, because it can end a process: with torch 2.11 and a weight of
-    192 x 256 an algorithm was an illegal instruction. InputError for another tensor or number."""
+    algorithm (0.13 ms for 0.22 on an H100, 4,096 in each direction), and so that y is written as it is wanted. It is
+    not done unasked, because it can end a process: with torch 2.11 one algorithm was an illegal instruction.
+    InputError for another tensor or number."""
     check_count("tokens", tokens)
     if not isinstance(sparse, _CUSPARSELT):
         raise InputError(f"sparse is a {type(sparse).__name__}; a 2:4 tensor of cuSPARSELt is accepted")
@@ -122,9 +116,8 @@ def searched(sparse: Any, tokens: int) -> Any:
 
 
 class TwoFour(Products):
-    """A feed-forward layer whose weights are 2:4, through torch's kernels: each projection of which that is so and
-    which they take, the others densely. Exact: nothing is pruned. Needs a GPU from sm_80 on. The layer owns the kept
-    values, 56% of the weights' bytes."""
+    """Torch's 2:4 products for each projection that is 2:4 and that they take, dense ones for the others. Exact. GPUs
+    from sm_80 on. The layer owns the kept values, 56% of the weights' bytes."""
 
     name = "two_four"
     patterned = True

@@ -6,21 +6,19 @@
     bound(4096, 4096, 4096, rates)      # how many times as fast as dense each product can be at most
 
 Method: Mishra et al., arXiv 2104.08378, who prune once by magnitude and train again with these zeros. With
-`prune(..., gradient="dense")`, and again every few steps, the two largest are chosen anew while it trains, which is the
-straight-through way of Zhou et al. (arXiv 2102.04010). What multiplies such weights is in `sparsities.semi_structured`.
+`prune(..., gradient="dense")`, and again every few steps, the two largest are chosen anew while it trains (Zhou et al.,
+arXiv 2102.04010). What multiplies such weights is in `sparsities.semi_structured`.
 
 The instruction multiplies a first operand [m, k] that is 2:4 along k with a dense second one [k, n]:
 
 - y = x W^T, computed as y^T = W x^T: k is in. It gains if W is 2:4 along its rows.
-- dx = dy W, computed as dx^T = W^T dy^T: k is out. It gains only if W is 2:4 along its columns too, as
-  `two_four_mask(transposable=True)` prunes (Hubara et al., arXiv 2102.08124).
-- dW = dy^T x: k is the tokens. It gains only if dy or x is 2:4 along the tokens, as activations after a squared ReLU
-  can be made (Haziza et al., arXiv 2503.16672; `sparsities.two_four_training`).
+- dx = dy W, computed as dx^T = W^T dy^T: k is out. It gains only if W is 2:4 along its columns too
+  (`two_four_mask(transposable=True)`; Hubara et al., arXiv 2102.08124).
+- dW = dy^T x: k is the tokens. It gains only if dy or x is 2:4 along the tokens (`sparsities.two_four_training`).
 
 **Why about 1.6x and not 2x**: half of the operations are left, but not half of the bytes. A kept value of 16 bits
 brings 2 bits that say where it was, so W shrinks to 56%; x and y do not shrink at all. With few tokens that is 1.78x at
-most. With many, each tile of y still fetches all of its part of x, now in half the time; by this count what the L2
-cache has to serve then takes longest."""
+most; with many, each tile of y still fetches all of its part of x, now in half the time, from the L2 cache."""
 
 from __future__ import annotations
 
@@ -48,8 +46,7 @@ def two_four_mask(weight: Tensor, *, transposable: bool = False) -> Tensor:
     """Keep the two largest in magnitude of each four neighbours in a row, of equal ones the first: bool [out, in].
 
     weight: [out, in], finite, in a multiple of 4. transposable: keep at most two in each row and each column of every
-    4 x 4 weights, so that the transpose is 2:4 too: greedily, the largest first where there is room for it, of equal
-    ones the first in row order; out is a multiple of 4, too. InputError for others."""
+    4 x 4 weights, greedily, the largest first, so that the transpose is 2:4 too. InputError for others."""
     groups = _groups(weight).abs()
     rows, columns = weight.shape
     if not transposable:
@@ -74,12 +71,11 @@ def is_two_four(weight: Tensor) -> bool:
 
 
 def check_two_four(weight: Tensor) -> None:
-    """Raise InputError, naming the first four neighbours of which more than two are not zero; and as `is_two_four`."""
-    for row, group in (_groups(weight).count_nonzero(-1) > 2).nonzero()[:1].tolist():
-        raise InputError(
-            f"row {row}, columns {4 * group} to {4 * group + 3} hold {_groups(weight)[row, group].tolist()}; at most "
-            "two values of these four that are not zero are accepted: prune_two_four"
-        )
+    """Raise InputError, naming the row, where of four neighbours more than two are not zero; and as `is_two_four`."""
+    if len(wrong := (_groups(weight).count_nonzero(-1) > 2).nonzero()):
+        row, group = wrong[0].tolist()
+        where = f"row {row}, columns {4 * group} to {4 * group + 3}"
+        raise InputError(f"{where} hold more than that; at most two values of four that are not zero are accepted")
 
 
 @torch.no_grad()
@@ -93,11 +89,10 @@ def prune_two_four(linear: nn.Linear) -> nn.Linear:
 
 def bound(tokens: int, d_in: int, d_out: int, rates: Rates, *, transposable: bool = False) -> dict[str, float]:
     """Return by its formula how many times as fast as dense each product of a linear layer can be at most, in 16 bits,
-    with a 2:4 weight [d_out, d_in]. It takes as long as the longest of its operations, its bytes of memory (operands
-    and result once), and what the tiles of the result fetch from the L2 cache; launches are not counted.
-
-    rates: such as `analysis.predict.rates_of("H100 SXM")`. transposable: whether W is 2:4 along its columns as well.
-    InputError for sizes that are no whole numbers from 1 up."""
+    with a 2:4 weight [d_out, d_in]. It takes as long as the longest of its operations, its bytes of memory, and what
+    the tiles of the result fetch from the L2 cache. rates: such as `analysis.predict.rates_of("H100 SXM")`.
+    transposable: whether W is 2:4 along its columns as well. InputError for sizes that are no whole numbers from 1
+    up."""
     for name, count in (("tokens", tokens), ("d_in", d_in), ("d_out", d_out)):
         check_count(name, count)
 

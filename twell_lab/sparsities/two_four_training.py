@@ -11,10 +11,9 @@ had stayed, so what was dropped can come back.
 - "input": y = x W^T and dW = dy^T x gain, where x [tokens, d_ff] enters the down projection. After a squared ReLU large
   values are few, so little is lost (Haziza et al., arXiv 2503.16672). A tile holds four neighbouring tokens.
 
-On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort` of its 2:4 tensors), the products are
-cuSPARSELt's or CUTLASS's. For cuSPARSELt that kernel packs in the layout of GPUs of 8.x alone; here cuSPARSELt packs
-itself, in two passes more. On a CPU the same is computed densely, which is the reference; where values tie a GPU may
-keep others. `bench.experiments` says whether it pays."""
+On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort`), the products are cuSPARSELt's or
+CUTLASS's. For cuSPARSELt that kernel packs in the layout of GPUs of 8.x alone; here cuSPARSELt packs itself, in two
+passes more. On a CPU the same is computed densely, which is the reference. `bench.experiments` says whether it pays."""
 
 from __future__ import annotations
 
@@ -48,9 +47,7 @@ def two_four(values: Tensor, *, backend: str | None = None) -> Tensor:
     """Keep at most two of each four neighbours of a row, and of a column; the gradient is that of all values.
 
     values: [rows, columns], multiples of 4; on a GPU bfloat16 or float16, multiples of SIDE. Returns on a GPU torch's
-    2:4 tensor of this backend (as of `tensor_kind`), an operand of matrix products; on a CPU a dense one. Raises
-    InputError for other sizes and dtypes, and on a CPU for values that are not finite; DeviceError as `tensor_kind`,
-    and where its kernels refuse the GPU."""
+    2:4 tensor of this backend, on a CPU a dense one. InputError for others; DeviceError as `tensor_kind`."""
     return _StraightThrough.apply(values, backend)
 
 

@@ -27,12 +27,8 @@ class SparseLinear(nn.Module):
     """x W^T + b, with W stored as its kept values and their indices (CSR): x [..., in_features], y [..., out_features].
 
     stored: the kept weights [nnz] row by row, or with gradient="dense" all weights [out_features, in_features]; bias;
-    column: int32 [nnz]; pointer: int32 [out_features + 1]. A state of any number of kept weights loads into any
-    SparseLinear of the same widths and gradient; where the number differs, `stored` becomes a new Parameter.
-
-    product: "dense" fills W with zeros for each call of torch's dense product; "csr" is torch's sparse product
-    (cuSPARSE; on a CPU MKL, float32 and float64 alone), the faster one only where weights are sparse enough. It skips
-    what is not kept, also where x is infinite or NaN there, of which "dense" makes NaN."""
+    column: int32 [nnz]; pointer: int32 [out_features + 1]. product: "dense" fills W with zeros for each call of torch's
+    dense product; "csr" is torch's sparse product, which skips what is not kept, also where x is infinite or NaN."""
 
     column: Tensor
     pointer: Tensor
@@ -119,20 +115,6 @@ class SparseLinear(nn.Module):
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach().clone(), self.bias.requires_grad)
         return linear.train(self.training)
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        pointer, column = (state_dict.get(prefix + name) for name in ("pointer", "column"))
-        if pointer is not None and column is not None:
-            try:
-                shape = self.out_features, self.in_features
-                torch.sparse_csr_tensor(pointer, column, column, shape, check_invariants=True)
-            except RuntimeError as error:
-                errors.append(f"{prefix}: pointer and column are no indices of such a matrix: {error}")
-                return
-            self.column = self.column.new_empty(column.shape)
-            if self.gradient == "masked" and len(self.stored) != len(column):
-                self.stored = nn.Parameter(self.stored.detach().new_empty(column.shape), self.stored.requires_grad)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def extra_repr(self) -> str:
         return (

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..core import InputError
 from ..layers.find import firing_layers
 from ..layers.terms import layer_terms
+from .config import l1_coefficient
 from .dead import reinitialise
 
 
@@ -68,11 +69,6 @@ class SparsityCallback:
             return lambda *arguments, **more: None
         raise AttributeError(event)
 
-    def coefficient(self, step: int) -> float:
-        """Return the penalty's coefficient at a step, counted from 1."""
-        after = step - self.delay
-        return self.l1 * min(1.0, max(0, after) / self.warmup) if self.warmup else self.l1 * (after > 0)
-
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
         """Put hooks on the model until training ends."""
         if args.label_smoothing_factor:
@@ -94,7 +90,7 @@ class SparsityCallback:
         self._width = sum(layer.up.weight.shape[0] for layer in self._layers) / len(self._layers)
         self._terms = self._hooks.enter_context(layer_terms(model))
         # Under gradient checkpointing layers report once more in the backward pass.
-        self._hooks.callback(model.register_forward_pre_hook(self._forget).remove)
+        self._hooks.callback(model.register_forward_pre_hook(lambda *_: self._terms.clear()).remove)
         self._hooks.callback(model.register_forward_hook(self._penalise, with_kwargs=True).remove)
         if self.reinit:
             if swapped := [layer.name for layer in self._layers if hasattr(layer.module, "told")]:
@@ -106,16 +102,14 @@ class SparsityCallback:
             for layer, fired in zip(self._layers, self._fired):
                 self._hooks.callback(layer.down.register_forward_pre_hook(_noting(fired)).remove)
 
-    def _forget(self, model: nn.Module, args: tuple) -> None:
-        self._terms.clear()
-
     def _penalise(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Add the penalty to the loss of a forward pass that is learned from."""
         terms = [*self._terms]
         self._terms.clear()
         if not model.training or not terms or not isinstance(output, dict) or output.get("loss") is None:
             return None
-        penalty = self.coefficient(self._step + 1) * sum(term.l1 for term in terms) / len(terms)
+        coefficient = l1_coefficient(self.l1, self.delay, self.warmup, self._step + 1)
+        penalty = coefficient * sum(term.l1 for term in terms) / len(terms)
         # Where the loss is divided by the tokens of all parts of a step, the Trainer adds the parts up.
         share = 1 / self._parts if kwargs.get("num_items_in_batch") is not None else 1.0
         output["loss"] = output["loss"] + share * penalty.to(output["loss"].dtype)

@@ -19,17 +19,17 @@ from typing import IO
 
 import torch
 
-from ..core import InputError, locked_folder
+from ..core import InputError, RecordError, locked_folder
 from .config import TrainConfig
-from .text.source import Readable, check_apart
+from .text.source import check_apart
 from .text.tokenizer import BYTES, Tokenizer
 
 STATE, MODEL, TOKENIZER = "training.pt", "model.safetensors", "tokenizer.json"
 
-# What a checkpoint holds, its tensors whole (not sharded). step: steps made. config: the fields of its TrainConfig,
-# except the text. text: of `describe`. seconds: how long it has trained. history: its rows. order, noise: states of the
-# generators that draw windows and fresh gate rows. weights: the model's, by name. optimizer: AdamW's state, by name of
-# the weight. silent: for each layer how many tokens ago each neuron fired, if that is tracked.
+# What a checkpoint holds, its tensors whole (not sharded). step: steps made. config: of `fields_of`. text: what the
+# text says of itself, its path and its training_size in bytes. seconds: how long it has trained. history: its rows.
+# order, noise: states of the generators that draw windows and fresh gate rows. weights: the model's, by name.
+# optimizer: AdamW's state, by name of the weight. silent: for each layer how many tokens ago each neuron fired.
 FIELDS = "step config text seconds history order noise weights optimizer silent".split()
 
 # Fields of the config that may change when a run is resumed: how long, where and how it computes, how often it saves,
@@ -48,16 +48,10 @@ class Interrupted(KeyboardInterrupt):
 def fields_of(config: TrainConfig) -> dict:
     """Return the fields of a config, except the text, as torch.load reads them back with weights_only=True."""
     plain = {name: value for name, value in vars(config).items() if name != "text"}
-    return {**plain, "tokenizer": config.tokenizer and os.fspath(config.tokenizer), "from_": _lasting(config.from_)}
+    return {**plain, "tokenizer": config.tokenizer and os.fspath(config.tokenizer), "from_": lasting(config.from_)}
 
 
-def describe(text: Readable, given, training_size: int) -> dict:
-    """Return what a checkpoint says of its text: what the text says of itself, its training part's size in bytes, and
-    `given`, the config's text, if that is a path or a name, for the resumption."""
-    return {**text.describe(), "path": _lasting(given), "training_size": training_size}
-
-
-def _lasting(path) -> str | None:
+def lasting(path) -> str | None:
     """Return a path, or a name on the Hub, as a resumption in another folder reads it; None for what is neither."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     return os.path.abspath(name) if name is not None and os.path.exists(name) else name
@@ -96,7 +90,7 @@ def exists(folder: str | os.PathLike) -> bool:
 
 
 def text_of(folder: str | os.PathLike) -> dict:
-    """Return what the checkpoint in a folder says of its text (see `describe`); {} where there is none."""
+    """Return what the checkpoint in a folder says of its text; {} where there is none."""
     return load(folder)["text"] if exists(folder) else {}
 
 
@@ -107,9 +101,8 @@ def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
 
 
 def check_same(state: dict, config: TrainConfig, text: dict) -> None:
-    """Raise InputError, naming the field and both values, where the run in `state` began with another config or text.
-
-    text: from `describe`."""
+    """Raise InputError, naming the field and both values, where the run in `state` began with another config or text,
+    which is described as in a checkpoint."""
 
     def begun(config: dict, text: dict) -> dict:
         fields = {name: value for name, value in config.items() if name not in FREE}
@@ -142,18 +135,16 @@ def opened(folder: str | os.PathLike, text, tokenizer: Tokenizer, history: list[
         for what, name in (("run", STATE), ("model", MODEL)):
             if new and Path(folder, name).exists():
                 raise InputError(
-                    f"{os.fspath(folder)!r} holds a {what}; accepted: to resume a run, or another folder, or this one "
-                    "once it is empty"
+                    f"{os.fspath(folder)!r} holds a {what}; accepted: to resume a run, or another or an empty folder"
                 )
         try:
             if tokenizer == BYTES:
                 Path(folder, TOKENIZER).unlink(missing_ok=True)  # of a run that ended before it saved anything
             else:
                 tokenizer.save(Path(folder, TOKENIZER))
-            metrics = Path(folder, "metrics.jsonl")
-            metrics.write_text("".join(json.dumps(row) + "\n" for row in history), encoding="utf-8")
-            file = open(metrics, "a", encoding="utf-8")
-        except OSError as error:
+            file = open(Path(folder, "metrics.jsonl"), "w", encoding="utf-8")
+            file.writelines(json.dumps(row) + "\n" for row in history)
+        except (OSError, RecordError) as error:
             raise InputError(f"cannot save in {os.fspath(folder)!r}: {error}") from None
         with file:
             yield file

@@ -1,7 +1,9 @@
-"""What a training run is told (TrainConfig), and what it gives back (TrainResult)."""
+"""What a training run is told (TrainConfig), in each step too (`learning_rate`, `l1_coefficient`), and what it returns
+(TrainResult)."""
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from os import PathLike
@@ -16,15 +18,17 @@ from .text.prepared import PreparedText
 from .text.source import Text
 
 # The least and the largest value of the fields that are numbers; between whole ones, whole numbers alone.
-_LARGEST, _ABOVE_0, _FINITE = 2**63 - 1, sys.float_info.min, sys.float_info.max
-_RANGES = {
-    **dict.fromkeys("steps batch context log_every eval_every eval_windows".split(), (1, _LARGEST)),
-    **dict.fromkeys("accumulate dead_every".split(), (1, _LARGEST)),
-    **dict.fromkeys("warmup l1_delay l1_warmup dead_window seed checkpoint_every".split(), (0, _LARGEST)),
-    **dict.fromkeys("weight_decay reinit_sigma".split(), (0.0, _FINITE)),
-    **dict.fromkeys("lr clip".split(), (_ABOVE_0, _FINITE)),
-    "l1": (0.0, torch.finfo(torch.float32).max),
-    "reinit": (0.0, 1.0),
+_RANGES: dict[str, tuple[float, float]] = {
+    name: range_
+    for names, range_ in {
+        "steps batch context log_every eval_every eval_windows accumulate dead_every": (1, 2**63 - 1),
+        "warmup l1_delay l1_warmup dead_window seed checkpoint_every": (0, 2**63 - 1),
+        "weight_decay reinit_sigma": (0.0, sys.float_info.max),
+        "lr clip": (sys.float_info.min, sys.float_info.max),
+        "l1": (0.0, torch.finfo(torch.float32).max),
+        "reinit": (0.0, 1.0),
+    }.items()
+    for name in names.split()
 }
 
 
@@ -60,8 +64,8 @@ class TrainConfig:
         l1_delay: steps without the penalty.
         l1_warmup: steps over which its coefficient then grows linearly to l1.
         dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.
-        reinit: every dead_every steps the gate rows of dead neurons are mixed with fresh normal numbers, which get this
-            share (the paper's is 0.1; see twell_lab.training.dead); 0 leaves them dead. Needs a dead_window.
+        reinit: every dead_every steps the gate rows of dead neurons get this share (the paper's is 0.1) of fresh normal
+            numbers (see twell_lab.training.dead); 0 leaves them dead. Needs a dead_window.
         reinit_sigma: deviation of the fresh numbers.
         dead_every: steps between two re-initialisations.
 
@@ -80,9 +84,8 @@ class TrainConfig:
     The machine:
         device: cpu, cuda, cuda:1; unless named, a GPU where there is one.
         dtype: float32, or bfloat16: torch's autocast, the weights stay float32.
-        kernels: off trains the dense layers; sparse trains through this package's kernels (SparseFFN); auto lets each
-            layer go over to them when it fires little enough. Both need a GPU and bfloat16, and are torch's operations
-            elsewhere.
+        kernels: off trains the dense layers; sparse trains through this package's kernels; auto lets each layer go over
+            to them when it fires little enough. Both need a GPU and bfloat16, and are torch's operations elsewhere.
         parallel: under torchrun, ddp keeps the whole model on each process, fsdp a share of it.
         compile: run forward and loss through torch.compile; the first step then takes as long as compiling does. With
             kernels auto layer by layer, since each change of a path is another graph.
@@ -91,8 +94,8 @@ class TrainConfig:
         log_every: steps between two rows of the history, which are the lines of metrics.jsonl.
         eval_every: steps between two validations.
         eval_windows: how many windows of the held-out text a validation and the profile read, at most.
-        checkpoint_every: steps between two checkpoints, where there is a folder for them; 0 writes only one at the end;
-            unless given, one about every five minutes.
+        checkpoint_every: steps between two checkpoints in the run's folder; 0 writes only one at the end; unless given,
+            one about every five minutes.
         log: writes the rows for tensorboard (into the run's folder) or wandb as well, whose package has to be there.
     """
 
@@ -167,6 +170,17 @@ class TrainConfig:
         return ModelConfig(vocabulary, **{name: getattr(self, name) for name in names})
 
 
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Return the learning rate at a step, counted from 1: lr, times a linear warm-up, times a cosine from 1 to 0.1."""
+    warm = min(1.0, step / config.warmup) if config.warmup else 1.0
+    return config.lr * warm * (0.55 + 0.45 * math.cos(math.pi * (step - 1) / config.steps))
+
+
+def l1_coefficient(l1: float, delay: int, warmup: int, step: int) -> float:
+    """Return the penalty's coefficient at a step, counted from 1: 0 for `delay` steps, a ramp of `warmup`, then l1."""
+    return l1 * min(1.0, max(0, step - delay) / max(1, warmup))
+
+
 @dataclass(frozen=True, eq=False)
 class TrainResult:
     """A trained model and how it got there.
@@ -175,16 +189,15 @@ class TrainResult:
     what it was trained with. validation_bits_per_byte: cross-entropy on held-out text at the end. mean_nnz: how many
     neurons fire at a token of it (see twell_lab.profile), averaged over tokens and layers; density: their share, and
     dead: how many never fire on it, by layer. text: name, sha256 and size in bytes of the whole text, and the sizes of
-    its training and validation parts. seconds: wall time of the loop, validations included. tokens: how many it was
-    trained on.
+    its training and validation parts. seconds: wall time of the loop. tokens: how many it was trained on.
 
     history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from 1), loss,
     ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and layers), nnz_layers and
-    l1_layers (mean over tokens of the neurons with h != 0 and of the sum of |h|, one number a layer), dead_layers
-    (neurons that have not fired within dead_window tokens; None if not tracked), lost_layers (the share of tokens that
-    the sparse kernels had to finish densely; where they may run), lr, tokens_per_s (since the row before, validations
-    left out), seconds (since the start), on a GPU peak_bytes (the most memory that this process has held there so far),
-    and where the model was validated val_bits_per_byte."""
+    l1_layers (mean over tokens of the neurons with h != 0 and of the sum of |h|, by layer), dead_layers (neurons that
+    have not fired within dead_window tokens; None if not tracked), lost_layers (the share of tokens that the sparse
+    kernels had to finish densely; where they may run), lr, tokens_per_s (since the row before, validations left out),
+    seconds (since the start), on a GPU peak_bytes (the most memory that this process has had there), and where the
+    model was validated val_bits_per_byte."""
 
     model: LanguageModel
     config: TrainConfig

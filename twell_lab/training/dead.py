@@ -21,15 +21,13 @@ from . import parallel
 
 
 def reinitialise(layer: FeedForward, dead: Tensor, strength: float, sigma: float, generator: torch.Generator) -> None:
-    """Move the gate rows of dead neurons towards fresh ones, in place. Waits for the device, to know which rows.
+    """Move the gate rows of dead neurons (of `up` in a plain layer) towards fresh ones, in place; wait for the device,
+    to know which. The other projections, and the optimizer's state of these rows, stay as they are, as in the paper. A
+    bias, which the paper's layers lack, moves towards zero, where it began.
 
-    As in the paper, the other projections, and the optimizer's state of these rows, stay as they are. A bias, which the
-    paper's layers lack, moves towards zero, where it began.
-
-    layer: the rows of its gate are changed, or of the up projection in a plain layer. dead: which rows, bool [d_ff].
-    strength: lambda above. sigma: the deviation of the fresh numbers. generator: draws them in float32, on the CPU, for
-    the dead rows in their order. With a weight that FSDP2 sharded, every process calls with the same `dead` and a
-    generator in the same state."""
+    dead: which rows, bool [d_ff]. strength: lambda above. sigma: the deviation of the fresh numbers. generator: draws
+    them in float32, on the CPU, for the dead rows in their order. With a weight that FSDP2 sharded, every process calls
+    with the same `dead` and a generator in the same state."""
     rows = dead.nonzero().flatten()
     if not len(rows):
         return

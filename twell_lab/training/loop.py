@@ -26,18 +26,20 @@ from ..analysis.running import vocabulary_of
 from ..core import InputError
 from ..models.published import folder_of
 from ..models.tiny import LanguageModel
-from . import checkpoint, log, parallel, start
-from .config import TrainConfig, TrainResult
+from . import checkpoint, parallel, start
+from .config import TrainConfig, TrainResult, l1_coefficient, learning_rate
 from .objective import bits_per_byte, eval_batch
 from .parallel import World
 from .run import Run, stopping
-from .schedule import l1_coefficient, learning_rate
-from .text.load import load_any, tokenizer_of
+from .text.prepared import load_any
 from .text.source import check_enough, spread_windows
+from .text.tokenizer import optional, tokenizer_of
 
 SAVE_EVERY = 300.0  # seconds between two checkpoints, at least, unless the config says after how many steps
 SAVE_SHARE = 10  # and at least so many times as long as the last one took to save
 FRESH = 4  # readings of a text that teach nearly as much as fresh text would (Muennighoff et al., arXiv 2305.16264)
+WRITERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # for TrainConfig's `log`
+_BAR = "{desc}: {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 
 
 def train(
@@ -51,7 +53,7 @@ def train(
     """Train a model, from scratch or further (`from_`), validate it, and count which of its neurons fire.
 
     Warns when no neuron fires any more, when the steps read the text more than four times over, and when a run that is
-    resumed had made all of its steps. Under torchrun, the processes stop together, at the next row of the history.
+    resumed had made all of its steps. Under torchrun the processes stop together, at the next row of the history.
 
     Args:
         config: what to train, on what, and how long.
@@ -80,7 +82,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             f"batch is {config.batch} with accumulate {config.accumulate} and {world.size} processes; accepted: "
             f"a multiple of {config.accumulate * world.size}, so that each part has as many windows"
         )
-    board = log.library(config.log)
+    board = optional(WRITERS[config.log], f"log {config.log!r}", config.log) if config.log in WRITERS else None
     state = None if resume is None else checkpoint.load(resume)
     model, tokenizer = None, config.tokenizer
     if config.from_ is not None:
@@ -89,31 +91,30 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     # A resumed run reads the text through the tokenizer it began with: one trained again might differ.
     if state is not None and (own := Path(resume, checkpoint.TOKENIZER)).is_file():
         tokenizer = own
-    whole = load_any(config.text, tokenizer=tokenizer)
-    training, validation = whole.split()
+    text = load_any(config.text, tokenizer=tokenizer)
+    training, validation = text.split()
     check_enough(training, validation, config.batch, config.context)
-    described = checkpoint.describe(whole, config.text, training.size)
+    described = {**text.describe(), "path": checkpoint.lasting(config.text), "training_size": training.size}
     if state is not None:
         checkpoint.check_same(state, config, described)
     if world.lead:
-        _warn_of_few_texts_or_steps(config, len(training.tokens), 0 if state is None else state["step"])
-    model = initial_model(config, whole.vocabulary) if model is None else model
-    run = Run(config, model, training.tokens, world)
+        _warn_of_much(config, len(training.tokens), 0 if state is None else state["step"])
+    run = Run(config, initial_model(config, text.vocabulary) if model is None else model, training.tokens, world)
     if state is not None:
         run.restore(state)
     goes_on = resume is not None and (out is None or os.path.realpath(out) == os.path.realpath(resume))
     out = resume if out is None else out
     writers: list[Callable[[dict], object]] = []
+
+    def begin_to_write() -> None:
+        opened = checkpoint.opened(out, config.text, text.tokenizer, run.history, new=not goes_on)
+        file = ending.enter_context(opened)
+        writers.append(lambda row: print(json.dumps(row), file=file, flush=True))
+
     if out is not None:
-        opened = checkpoint.opened(out, config.text, whole.tokenizer, run.history, new=not goes_on)
-
-        def begin_to_write() -> None:
-            file = ending.enter_context(opened)
-            writers.append(lambda row: print(json.dumps(row), file=file, flush=True))
-
         world.led(begin_to_write)
     if board is not None and world.lead:
-        writers.append(log.writer(board, out, checkpoint.fields_of(config), ending))
+        writers.append(_writer(board, out, checkpoint.fields_of(config), ending))
     if on_step is not None:
         writers.append(on_step)
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
@@ -122,14 +123,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     silent = not world.lead  # whether it was said that no neuron fires
     lap, lap_step = time.perf_counter(), run.step
     begun, due = lap - run.seconds, lap + SAVE_EVERY
+    shown = dict(desc=f"l1 {config.l1:g}", bar_format=_BAR, disable=not progress or None)
     with (
-        tqdm(
-            total=config.steps,
-            initial=run.step,
-            desc=f"l1 {config.l1:g}",
-            bar_format="{desc}: {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
-            disable=not progress or None,
-        ) as bar,
+        tqdm(total=config.steps, initial=run.step, **shown) as bar,
         stopping(out is not None, world.size > 1) as signals,
     ):
         for step in range(run.step + 1, config.steps + 1):
@@ -137,7 +133,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             validate = last or step % config.eval_every == 0
             logged = validate or step == 1 or step % config.log_every == 0
             revive = config.reinit > 0 and step % config.dead_every == 0
-            numbers = _step(run, step, logged)
+            numbers = _step(run, step)
             # Several processes must agree to stop, and that it is time to save. Agreeing takes a message between them,
             # so they do it only at the rows of the history, which take one anyway.
             agree = world.size == 1 or logged
@@ -162,7 +158,13 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                         row["val_bits_per_byte"] = bits_per_byte(run.model, held_out, lengths)
                     if not math.isfinite(row["val_bits_per_byte"]):
                         raise run.diverged(f"the held-out loss is {row['val_bits_per_byte']}", step)
-                silent = silent or _warn_if_silent(row, config)
+                if not (silent or row["nnz"]):
+                    silent = True
+                    _warn(
+                        f"step {step}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this "
+                        f"batch (cross-entropy {row['ce']:.3f}) and none gets a gradient: with l1 {config.l1:g} the "
+                        "penalty has switched them off; a smaller l1, a longer l1_warmup, or reinit may help"
+                    )
                 lap, lap_step = time.perf_counter(), step
                 row["seconds"] = lap - begun
                 if world.device.type == "cuda":
@@ -175,7 +177,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             run.seconds = time.perf_counter() - begun
             if saved:
                 before = time.perf_counter()
-                state = {**run.state(), "text": described}
+                state = run.state(described)
                 world.led(lambda: checkpoint.save(out, state))
                 took = time.perf_counter() - before
                 lap += took
@@ -183,7 +185,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             if stop and not last:
                 break
     # Dense layers and whole weights, without hooks and compiled parts: another model, with the weights of this one.
-    model = initial_model(config, whole.vocabulary)
+    model = initial_model(config, text.vocabulary)
     model.load_state_dict(run.weights())
     model.to(world.device).eval()
     if out is not None:
@@ -200,28 +202,24 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         mean_nnz=sum(layer.mean_nnz for layer in firing.layers) / len(firing.layers),
         density=[layer.density for layer in firing.layers],
         dead=[layer.dead for layer in firing.layers],
-        text={**whole.describe(), "training_size": training.size, "validation_size": validation.size},
+        text={**text.describe(), "training_size": training.size, "validation_size": validation.size},
         seconds=run.seconds,
         tokens=config.steps * config.batch * config.context,
     )
 
 
-def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
-    """One optimizer step. Returns what Objective gave for each part of its windows, without gradients. Unless `count`,
-    the numbers by layer may be empty."""
+def _step(run: Run, step: int) -> list[list[Tensor]]:
+    """One optimizer step. Returns what Objective gave for each part of its windows, without gradients."""
     config, parts = run.config, run.config.accumulate
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
-    coefficient = l1_coefficient(config, step)
     if run.l1 is not None:
-        run.l1.fill_(coefficient)
-    # Compiled, one graph serves all steps, and counting is all but free in it.
-    l1 = run.l1 if coefficient or config.compile else None
+        run.l1.fill_(l1_coefficient(config.l1, config.l1_delay, config.l1_warmup, step))
     numbers = []
     for number, windows in enumerate(run.windows().chunk(parts), start=1):
         parallel.sync_gradients(run.joined, run.model, number == parts)
         with autocast(config.dtype, run.world.device):
-            loss, *others = run.measure(windows, l1, count or config.compile)
+            loss, *others = run.measure(windows, run.l1)
         (loss / parts).backward()
         numbers.append([loss.detach(), *others])
     run.count_silent()
@@ -233,8 +231,8 @@ def _step(run: Run, step: int, count: bool) -> list[list[Tensor]]:
 
 
 def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
-    """A row of the history, averaged over the parts of the step and over processes. Takes one transfer from the device,
-    and one more for the dead. Layers that choose their path by how many neurons fire do so here."""
+    """A row of the history, averaged over the parts of the step and over processes: one transfer from the device, and
+    one for the dead. Layers that choose their path by how many neurons fire do so here."""
     loss, terms, l1, nnz, *others = (torch.stack(part).mean(0) for part in zip(*numbers, strict=True))
     values = run.world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz, *others])).tolist()
     l1s, nnzs, losts, lights, heavies = (values[at : at + len(nnz)] for at in range(4, len(values), len(nnz)))
@@ -254,6 +252,23 @@ def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
     return row
 
 
+def _writer(package, folder, fields: dict, ending: ExitStack) -> Callable[[dict], object]:
+    """Return a function that takes a row of the history for TensorBoard or Weights & Biases, which `ending` closes. The
+    numbers of a list have their places in their names: nnz_layers/0. fields: of the config."""
+
+    def numbers(row: dict) -> dict[str, float]:
+        flat: dict = {}
+        for name, value in row.items():
+            flat |= {f"{name}/{at}": one for at, one in enumerate(value)} if isinstance(value, list) else {name: value}
+        return {name: value for name, value in flat.items() if value is not None and name != "step"}
+
+    if hasattr(package, "SummaryWriter"):
+        board = ending.enter_context(package.SummaryWriter(None if folder is None else Path(folder, "tensorboard")))
+        return lambda row: [board.add_scalar(name, value, row["step"]) for name, value in numbers(row).items()]
+    run = ending.enter_context(package.init(project="twell-lab", dir=folder, config=fields))
+    return lambda row: run.log(numbers(row), step=row["step"])
+
+
 def initial_model(config: TrainConfig, vocabulary: int = 256) -> nn.Module:
     """Return the model before its first step, on the CPU: the one that it starts from, or the same weights for the same
     seed, wherever it trains."""
@@ -269,7 +284,7 @@ def autocast(dtype: str, device: torch.device):
     return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
 
 
-def _warn_of_few_texts_or_steps(config: TrainConfig, tokens: int, made: int) -> None:
+def _warn_of_much(config: TrainConfig, tokens: int, made: int) -> None:
     asked = config.steps * config.batch * config.context
     if asked > FRESH * tokens:
         _warn(
@@ -278,17 +293,6 @@ def _warn_of_few_texts_or_steps(config: TrainConfig, tokens: int, made: int) -> 
         )
     if made >= config.steps:
         _warn(f"all {config.steps} steps of the run had been made: its neurons are counted anew; more steps go on")
-
-
-def _warn_if_silent(row: dict, config: TrainConfig) -> bool:
-    """Warn where no neuron of any layer fires any more. Returns whether it warned."""
-    if not row["nnz"]:
-        _warn(
-            f"step {row['step']}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this batch "
-            f"(cross-entropy {row['ce']:.3f}) and none gets a gradient: with l1 {config.l1:g} the penalty has switched "
-            "them off; a smaller l1, a longer l1_warmup, or reinit may help"
-        )
-    return not row["nnz"]
 
 
 def _warn(message: str) -> None:

@@ -14,7 +14,7 @@ from ..analysis.running import vocabulary_of
 from ..core import InputError
 from ..layers.find import firing_layers
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.terms import Told, layer_l1, layer_nnz
+from ..layers.terms import LayerTerm, layer_l1, layer_nnz
 
 EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
 EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
@@ -58,8 +58,7 @@ def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
     """A context with a list, to which each forward pass appends what enters the down projection of every layer.
 
     The tensors [..., d_ff] carry gradients, so a penalty on them reaches the weights. InputError for a layer swapped by
-    `sparsify`, which never computes such a tensor.
-    """
+    `sparsify`, which never computes such a tensor."""
     layers = firing_layers(model)
     if swapped := [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]:
         raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
@@ -82,64 +81,52 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.of_scores = F.cross_entropy
-        self.running = False  # a validation calls the model alone, and must not fill the lists with gigabytes
+        self.running = False  # a validation calls the model alone, and must not fill the lists
         layers = firing_layers(model)
-        # A list for each layer, empty unless `forward` runs: of what a SparseFFN tells (see SparseFFN.tell), or of what
-        # enters the down projection of a dense layer.
-        self.seen: list[list] = [[] for _ in layers]
+        self.told: list[list[tuple]] = [[] for _ in layers]  # by layer, empty unless `forward` runs
         self.sparse: list[tuple[SparseFFN, list]] = []
-        for layer, seen in zip(layers, self.seen, strict=True):
+        for layer, told in zip(layers, self.told, strict=True):
             if isinstance(layer.module, SparseFFN):
-                self.sparse.append((layer.module, seen))
+                self.sparse.append((layer.module, told))
             else:
-                layer.down.register_forward_pre_hook(self._keeping(seen))
+                layer.down.register_forward_pre_hook(self._reporting(told))
 
-    def _keeping(self, seen: list) -> Callable:
+    def _reporting(self, told: list[tuple]) -> Callable:
         """Return a hook for what stands before a dense down projection. A closure: what torch.compile of torch 2.11
         appends to a list among a function's defaults is lost."""
 
         def hook(module: nn.Module, args: tuple) -> None:
             if self.running:
-                seen.append(args[0])
+                told.append((layer_l1(args[0]), layer_nnz(args[0].detach())))
 
         return hook
 
-    def forward(self, windows: Tensor, l1: Tensor | None, count: bool) -> tuple[Tensor, ...]:
+    def forward(self, windows: Tensor, l1: Tensor | None) -> tuple[Tensor, ...]:
         """Return the loss of int64 windows [batch, context + 1], a scalar with gradient; and without gradient:
         cross-entropy and penalty, [2]; then l1, nnz, and what layers.terms.LayerTerm has as lost, light and heavy, by
-        layer, float32 [layers] each, or five empty tensors if not `count`.
-
-        l1: the coefficient, a scalar; None for no penalty."""
+        layer, float32 [layers] each. l1: the coefficient, a scalar; None for no penalty."""
         self.running = True
-        for layer, seen in self.sparse:
-            layer.tell(seen)
+        for layer, told in self.sparse:
+            layer.tell(told)
         ce = cross_entropy(self.model, windows, of_scores=self.of_scores)
         self.running = False
         for layer, _ in self.sparse:
             layer.tell(None)
-        terms: list[Told] = []
-        if l1 is not None or count:
-            terms = [one if isinstance(one, Told) else self._dense_term(one, count) for (one,) in self.seen]
-        for seen in self.seen:  # or the activations of one step would stay in memory during the next one
-            seen.clear()
+        terms = [LayerTerm("", *told) for (told,) in self.told]
+        for told in self.told:
+            told.clear()
         penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(term.l1 for term in terms) / len(terms))
-        numbers = [ce.new_empty(0)] * 5
-        if count:
-            # Of what only sparse layers tell: nothing was lost, and no token was heavy.
-            none = torch.zeros_like(terms[0].nnz)
-            rows = [
-                (
-                    term.l1.detach(),
-                    term.nnz,
-                    none if term.lost is None else term.lost,
-                    term.nnz if term.light is None else term.light,
-                    none if term.heavy is None else term.heavy,
-                )
-                for term in terms
-            ]
-            numbers = [torch.stack(column) for column in zip(*rows)]
+        # Of what only sparse layers report: nothing was lost, and no token was heavy.
+        none = torch.zeros_like(terms[0].nnz)
+        rows = [
+            (
+                term.l1.detach(),
+                term.nnz,
+                none if term.lost is None else term.lost,
+                term.nnz if term.light is None else term.light,
+                none if term.heavy is None else term.heavy,
+            )
+            for term in terms
+        ]
+        numbers = (torch.stack(column) for column in zip(*rows))
         return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), *numbers
-
-    @staticmethod
-    def _dense_term(h: Tensor, count: bool) -> Told:
-        return Told(layer_l1(h), layer_nnz(h.detach()) if count else h.new_empty(()))

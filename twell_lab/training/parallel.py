@@ -1,8 +1,7 @@
 """Several processes that train one model: torchrun starts them, torch's DDP or FSDP2 joins them.
 
 Every process draws the windows of the whole step and takes its share of them, so that a step reads the same batch
-whatever the number of processes. Gradients and the numbers of the history are averaged over processes.
-"""
+whatever the number of processes. Gradients and the numbers of the history are averaged over processes."""
 
 from __future__ import annotations
 
@@ -92,16 +91,17 @@ def joined(device: str | None) -> Iterator[World]:
 
 
 def _own_device(device: str | None) -> torch.device:
-    """Return the device of this process among several."""
-    wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    wanted, processes = (
+        torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        os.environ["WORLD_SIZE"],
+    )
     if wanted.type != "cuda":
         return present_device(device)
     if wanted.index is not None:
         raise InputError(
-            f"device is {device!r} for {os.environ['WORLD_SIZE']} processes; accepted: 'cuda', of which each "
-            "takes one, or 'cpu'"
+            f"device is {device!r} for {processes} processes; accepted: 'cuda', of which each takes one, or 'cpu'"
         )
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), torch.cuda.device_count()
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", processes)), torch.cuda.device_count()
     if here > gpus:
         raise DeviceError(
             f"{here} processes were started on a machine with {gpus} GPUs; accepted: --nproc-per-node {gpus} or fewer, "
@@ -113,29 +113,21 @@ def _own_device(device: str | None) -> torch.device:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model, attention included: what its feed-forward layers are parts of, or where these stand
     in a list, they themselves."""
-    found: dict[nn.Module, None] = {}
+    modules: dict[nn.Module, None] = {}
     for layer in firing_layers(model):
         above = model.get_submodule(layer.name.rpartition(".")[0])
-        found[layer.module if isinstance(above, nn.ModuleList) else above] = None
-    return [*found]
+        modules[layer.module if isinstance(above, nn.ModuleList) else above] = None
+    return [*modules]
 
 
 def shard(model: nn.Module, world: World) -> None:
-    """Leave each process a share of every weight, in place (FSDP2). The weights of a layer are gathered while it
-    computes."""
+    """Leave each process a share of every weight, in place (FSDP2): those of a layer are gathered while it computes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for block in blocks(model):
+    for block in (*blocks(model), model):
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def replicate(module: nn.Module, world: World) -> nn.Module:
-    """Return a module whose backward pass averages the gradients over processes (DDP)."""
-    ids = [world.device.index] if world.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(module, device_ids=ids)
 
 
 def sync_gradients(module: nn.Module, model: nn.Module, on: bool) -> None:

@@ -35,11 +35,7 @@ _NAMED = {
     "1M": ("a CPU: twell-lab train as it is, with an L1", (4, 128, 512, 4, 64, 8, 1, 900, 2e-3, 50, 2e-3, 150), {}),
     "5M": ("a small checkpoint (9.9 MB in bf16)", (6, 256, 704, 4, 256, 32, 1, 2000, 2e-3, 100, 1e-3, 500), {}),
     "20M": ("one GPU", (6, 512, 1408, 8, 512, 32, 1, 4000, 1e-3, 200, 3e-4, 500), _ON_GPU),
-    "60M": (
-        "one GPU; the smallest worth a sweep of L1",
-        (8, 768, 2048, 12, 512, 64, 1, 5000, 1e-3, 300, 3e-4, 500),
-        _COMPILED,
-    ),
+    "60M": ("one GPU; worth a sweep of L1", (8, 768, 2048, 12, 512, 64, 1, 5000, 1e-3, 300, 3e-4, 500), _COMPILED),
     "150M": ("one GPU, with a BPE", (14, 768, 2048, 12, 1024, 128, 4, 10_000, 1e-3, 600, 1e-4, 500), _WITH_BPE),
 } | {
     name: (
@@ -54,9 +50,8 @@ NAMES = tuple(_NAMED)
 
 
 def named(name: str) -> dict:
-    """Return the fields of TrainConfig that make this configuration: `TrainConfig(**named("60M"), text=...)`.
-
-    Each call gives a new dict, which may be changed. InputError for a name that is not in NAMES."""
+    """Return the fields of TrainConfig that make this configuration: `TrainConfig(**named("60M"), text=...)`, in a new
+    dict. InputError for a name that is not in NAMES."""
     if name not in NAMES:
         raise InputError(f"there is no configuration {name!r}; accepted: {', '.join(NAMES)}, or a file of YAML or JSON")
     _, values, more = _NAMED[name]
@@ -70,11 +65,12 @@ def of(name: str) -> dict:
     that can't be read, or has an entry that is no field; StackError for YAML without PyYAML."""
     if name in NAMES or not os.path.isfile(name):
         return named(name)
+    parse = json.loads if name.endswith(".json") else optional("yaml", "a configuration in YAML", "pyyaml").safe_load
     try:
-        content = read_file(name, 2**20).decode()
-        entries = json.loads(content) if name.endswith(".json") else _yaml(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read the configuration {name!r}: {error}") from None
+        entries = parse(read_file(name, 2**20).decode())
+    except Exception as error:  # of PyYAML: errors of its own kind
+        reason = " ".join(str(error).split())
+        raise InputError(f"cannot read the configuration {name!r}: {reason}") from None
     if not isinstance(entries, dict):
         raise InputError(f"the configuration {name!r} holds a {type(entries).__name__}; accepted: `name: value` lines")
     kinds, values = get_type_hints(TrainConfig), {}
@@ -87,14 +83,6 @@ def of(name: str) -> dict:
                 value = float(value)
         values[field] = value
     return values
-
-
-def _yaml(content: str):
-    yaml = optional("yaml", "a configuration in YAML", "pyyaml")
-    try:
-        return yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
 
 
 def rows() -> list[dict]:

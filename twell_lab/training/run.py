@@ -32,9 +32,8 @@ RESIDENT = 2**31  # bytes of tokens that are copied to the device; more stay whe
 class Run:
     """The model being trained and everything beside it that a step changes.
 
-    objective: the model's Objective; joined: the same, inside DDP where that is used; measure: the same once more,
-    compiled where that is asked for, which is what a step calls. last: loss and norm of the gradient of the last step,
-    by name."""
+    joined: the model's Objective, inside DDP where that is used; measure: the same, compiled where that is asked for,
+    which is what a step calls. last: loss and norm of the gradient of the last step, by name."""
 
     def __init__(self, config: TrainConfig, model: nn.Module, tokens: Tensor, world: World) -> None:
         self.config, self.world = config, world
@@ -47,10 +46,11 @@ class Run:
             self.switch = Switch(model) if config.kernels == "auto" else None
         if sharded := world.size > 1 and config.parallel == "fsdp":
             parallel.shard(model, world)
-        self.objective = Objective(model)
-        self.joined: nn.Module = self.objective
+        objective = Objective(model)
+        self.joined: nn.Module = objective
         if world.size > 1 and not sharded:
-            self.joined = parallel.replicate(self.objective, world)
+            ids = [world.device.index] if world.device.type == "cuda" else None
+            self.joined = nn.parallel.DistributedDataParallel(objective, device_ids=ids)
         self.measure = self.joined
         if config.compile and self.switch is not None:
             # A change of a path is another graph. Compiled one by one, all layers on the same path share a graph; of a
@@ -58,7 +58,7 @@ class Run:
             # of the scores, which take gigabytes in float32 where the vocabulary is large.
             for block in parallel.blocks(model):
                 block.compile()
-            self.objective.of_scores = torch.compile(F.cross_entropy)
+            objective.of_scores = torch.compile(F.cross_entropy)
         elif config.compile:
             self.measure = torch.compile(self.joined)
         # The penalty's coefficient is a tensor: so one compiled graph serves all its values.
@@ -88,17 +88,16 @@ class Run:
     def count_silent(self) -> None:
         """Count the tokens since each neuron fired, after a step's backward pass: those fired whose gate row has a
         gradient other than zero."""
-        tokens = self.config.batch * self.config.context
         for layer, silent in zip(self.layers, self.silent):
             fired = parallel.whole((layer.pattern.weight.grad != 0).any(1))
-            silent.add_(tokens).masked_fill_(fired, 0)
+            silent.add_(self.config.batch * self.config.context).masked_fill_(fired, 0)
 
     def dead(self) -> list[Tensor]:
         """Return for each layer, bool [d_ff], which neurons have been silent for the whole window."""
         return [silent >= self.config.dead_window for silent in self.silent]
 
     def revive(self) -> None:
-        """Re-initialise the gate rows of the neurons that are dead now (see twell_lab.training.dead)."""
+        """Re-initialise the gate rows of the neurons that are dead now."""
         for layer, silent in zip(self.layers, self.dead(), strict=True):
             dead.reinitialise(layer, silent, self.config.reinit, self.config.reinit_sigma, self.noise)
 
@@ -111,7 +110,6 @@ class Run:
             raise self.diverged(f"values are not finite in {', '.join(broken[:3])}", step)
 
     def diverged(self, what: str, step: int) -> InputError:
-        """Return the error of a run of which `what` was seen at a step."""
         return InputError(
             f"{what} at step {step} with lr {self.config.lr} and l1 {self.config.l1}: training diverged; a lower lr "
             f"{'or l1 ' if self.config.l1 else ''}is the first thing to try"
@@ -130,12 +128,12 @@ class Run:
             self.switch.below = dict(zip(limits, self.world.mean(values).tolist(), strict=True))
         self.switch.see(terms)
 
-    def state(self) -> dict:
-        """Return all of a checkpoint (see checkpoint.FIELDS) but what it says of the text; every process must call it.
-        Tensors are whole, and on the CPU."""
+    def state(self, text: dict) -> dict:
+        """Return a checkpoint (see checkpoint.FIELDS), on the CPU; every process must call it."""
         return {
             "step": self.step,
             "config": checkpoint.fields_of(self.config),
+            "text": text,
             "seconds": self.seconds,
             "history": self.history,
             "order": self.order.get_state(),

@@ -46,8 +46,10 @@ def fitted(config: TrainConfig, model: nn.Module) -> TrainConfig:
         "activation": "relu2" if first.gate is first.up or is_squared(first.acts) else "relu",
     }
     for name, value in own.items():
-        if (told := getattr(config, name)) not in (value, getattr(TrainConfig, name)):
-            raise InputError(f"{name} is {told!r}, and {value!r} in the model to start from; accepted: to leave it out")
+        if (asked := getattr(config, name)) not in (value, getattr(TrainConfig, name)):
+            raise InputError(
+                f"{name} is {asked!r}, and {value!r} in the model to start from; accepted: to leave it out"
+            )
     most = getattr(sizes, "context", None) or getattr(sizes, "max_position_embeddings", None)
     if most and config.context > most:
         raise InputError(f"context is {config.context}; accepted: at most {most}, which the model to start from reads")

@@ -24,8 +24,6 @@ from .loop import autocast, train
 from .objective import EVAL_BATCH
 from .text.source import load, spread_windows
 
-PURPOSE = "one model trained with more and more L1, beside its twins without: loss, and who fires"
-
 NOVELS = {
     "what": "95 English novels, 1839 to 1930, as UTF-8 files: all of the folder corpus/ but the five listed in "
     "left_out, joined in the order of their names; the last ten, by Trollope, Ward, Collins and Woolf, are held out",
@@ -45,10 +43,6 @@ NOVELS = {
 _SIZES = {"d_model": 768, "layers": 8, "heads": 12, "d_ff": 2048, "context": 512, "batch": 64}
 _STEPS = {"steps": 1200, "lr": 1e-3, "warmup": 100, "log_every": 20, "eval_every": 300, "eval_windows": 2048}
 MODEL = TrainConfig(**_SIZES, **_STEPS, dtype="bfloat16", compile=True)
-
-# 5.4 million parameters: small enough to ship, for the models of data/checkpoints.
-SMALL = replace(MODEL, steps=1900, d_model=256, layers=5, heads=4, d_ff=1024, lr=3e-3)
-
 
 # Which runs a sweep makes. Learning rates tried without L1, and coefficients, each run at the best of these rates.
 LRS = (6e-4, 1.2e-3, 2.4e-3)
@@ -80,13 +74,14 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     """Train once, and return the row of a record, ready for JSON, and what `train` returned.
 
     The row: label, config, parameters, tokens, seconds, tokens_per_s (the median over the history, so that compiling
-    and validations are left out), step_ms (from that), history (one list a column; see TrainResult),
+    and validations are left out), step_ms (from that), history (one list a column, to five digits; see TrainResult),
     validation_bits_per_byte, mean_nnz and zeros (the share of hidden activations that are zero) over all layers, and
     what `who_fires` returns of the held-out text, which is a Text."""
     if config.compile:
         torch.compiler.reset()  # each run compiles the same functions anew, which torch does a few times and no more
     result = train(config, progress=False)
-    history, summary = columns(result.history), result.summary()
+    summary, names = result.summary(), dict.fromkeys(name for row in result.history for name in row)
+    history = {name: [_short(row.get(name)) for row in result.history] for name in names}
     speed = statistics.median_high(history["tokens_per_s"])
     windows = spread_windows(config.text.split()[1].data, config.eval_windows, config.context)
     firing = who_fires(result.model, windows, config.dtype)
@@ -107,29 +102,22 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     }, result
 
 
-def columns(history: list[dict]) -> dict[str, list]:
-    """Return a history of rows as one list a column, its numbers rounded to five significant digits; None where a row
-    has no value."""
-
-    def short(value):
-        if isinstance(value, list):
-            return [short(item) for item in value]
-        return float(f"{value:.5g}") if isinstance(value, float) else value
-
-    names = dict.fromkeys(name for row in history for name in row)
-    return {name: [short(row.get(name)) for row in history] for name in names}
+def _short(value):
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict:
-    """Return which neurons of a trained model fire on held-out windows of bytes, int64 [n, context + 1].
+    """Return which neurons of a trained model fire on held-out windows of bytes, int64 [n, context + 1], ready for
+    JSON.
 
-    dtype: "bfloat16" runs the model under autocast, as in training. Ready for JSON: counted, how many tokens were read;
-    layers, one dict a layer: nnz (mean over tokens), dead (neurons silent on all of this text) and overflow (the share
-    of tokens with more values in a TwELL tile than it has slots); positions: where in the window each group of
-    positions begins ("start"), and each layer's mean nnz there; bytes: those that were read at least 100 times, how
-    often, and the mean nnz at them, over the layers."""
-    device = next(model.parameters()).device
-    with autocast(dtype, device):
+    dtype: "bfloat16" runs the model under autocast, as in training. counted: how many tokens were read; layers, one
+    dict a layer: nnz (mean over tokens), dead (neurons silent on all of this text) and overflow (the share of tokens
+    with more values in a TwELL tile than it has slots); positions: where in the window each group of positions begins
+    ("start"), and each layer's mean nnz there; bytes: those that were read at least 100 times, how often, and the mean
+    nnz at them, over the layers."""
+    with autocast(dtype, next(model.parameters()).device):
         profiled = profile(model, windows[:, :-1].split(EVAL_BATCH))
     layers, places = profiled.layers, profiled.by_position()
     read = sorted(profiled.by_token(least=100), key=lambda row: row["token"])
@@ -149,13 +137,12 @@ def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict
     }
 
 
-# ---- what the rows say ----------------------------------------------------------------------------------------------
+# ---- what the rows say ----
 
 
 def twin(rows: list[dict], seed: int | None = None) -> dict:
-    """Return the run without L1 at the best learning rate, with which every other run is compared.
-
-    seed: its repetition from that seed is returned, if there is one. InputError where no row is without L1."""
+    """Return the run without L1 at the best learning rate, with which every other run is compared; with a seed its
+    repetition from that seed, if there is one. InputError where no row is without L1."""
     without = [row for row in rows if row["label"].startswith("lr ")]
     if not without:
         raise InputError("there is no run without L1 in these rows; accepted: the rows of a sweep")
@@ -194,18 +181,16 @@ def settled(row: dict, part: float = 0.25) -> float:
     steps, nnz = row["history"]["step"], row["history"]["nnz"]
     first = bisect.bisect_right(steps, (1 - part) * steps[-1])
     third = max(3, (len(nnz) - first) // 3)
-    around = [sum(some) / len(some) for some in (nnz[first : first + third], nnz[-third:])]
-    return around[1] / around[0] - 1 if around[0] else 0.0
+    begin, end = (statistics.fmean(some) for some in (nnz[first : first + third], nnz[-third:]))
+    return end / begin - 1 if begin else 0.0
 
 
-# ---- the record -----------------------------------------------------------------------------------------------------
+# ---- the record ----
 
 
 def record(path: str | None, base: TrainConfig = MODEL) -> Record:
-    """Sweep over the text at `path` (for NOVELS, the folder of its files) and return the record.
-
-    Prints the results of each run on stderr. Raises InputError where no text is named, and TextError for a text that
-    can't be read."""
+    """Sweep over the text at `path` (for NOVELS, the folder of its files), print the result of each run on stderr, and
+    return the record. InputError where no text is named, and TextError for a text that can't be read."""
     if not path:
         raise InputError(
             f"no text is named; accepted: TWELL_LAB_SWEEP_TEXT=the folder corpus/ of {NOVELS['source']} (commit "
@@ -228,4 +213,5 @@ def record(path: str | None, base: TrainConfig = MODEL) -> Record:
         rows.append(row)
         said = f"{row['label']}: {row['validation_bits_per_byte']:.4f} bits per byte, nnz {row['mean_nnz']:.1f}"
         print(f"{said}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
-    return Record.new("sweep", PURPOSE, rows, notes)
+    purpose = "one model trained with more and more L1, beside its twins without: loss, and who fires"
+    return Record.new("sweep", purpose, rows, notes)

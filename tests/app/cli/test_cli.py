@@ -19,7 +19,7 @@ from twell_lab.app import analysis_commands, cli
 from twell_lab.bench import forward
 from twell_lab.core import InputError, TextError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.training.text.load import load_any
+from twell_lab.training.text.prepared import load_any
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = "doctor tour train prepare sample profile plan export bench record compile course submit records".split() + [
@@ -109,19 +109,13 @@ def test_a_mistyped_command_line_is_status_2(capsys, arguments):
     assert stopped.value.code == 2 and (told.startswith("twell-lab: ") and told.count("\n") == 1 or not arguments)
 
 
-def test_an_interruption_is_one_line_with_the_command_and_status_130(capsys, monkeypatch, tmp_path):
+def test_an_interruption_is_one_line_and_status_130(capsys, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(forward, "ffn", stop)
-    monkeypatch.chdir(tmp_path)  # the folder is made before
-    again = "\ntwell-lab: interrupted; to run it again: "
-    monkeypatch.setattr(sys, "argv", [".venv/bin/twell-lab"])
-    assert cli.main(["bench", "--tokens", "1", "8", "--out", "a folder"]) == 130
-    assert capsys.readouterr().err == f"{again}.venv/bin/twell-lab bench --tokens 1 8 --out 'a folder'\n"
-    monkeypatch.setattr(sys, "argv", ["/somewhere/twell_lab/__main__.py"])
-    cli.main(["bench"])
-    assert capsys.readouterr().err == f"{again}python -m twell_lab bench\n"
+    assert cli.main(["bench", "--tokens", "1", "8"]) == 130
+    assert capsys.readouterr().err == "\ntwell-lab: interrupted\n"
 
 
 def test_doctor_speaks_to_people_and_to_programs(capsys):
@@ -161,9 +155,9 @@ def test_train_then_plan(capsys, tmp_path, text, monkeypatch):
     monkeypatch.setattr(planner, "_REACH", math.inf)
     model, saved = str(tmp_path / "model"), tmp_path / "plan.json"
     ask(capsys, "train", "--text", text, "--out", model, "--json", *SMALL)
-    given = ["plan", model, "--text", text, "--device", "cpu", "--windows", "8", "--tokens", "4", "64"]
+    given = ["plan", model, "--text", text, "--device", "cpu", "--windows", "8", "--tokens", "4"]
     rows = json.loads(ask(capsys, *given, "--out", str(saved), "--json"))
-    assert {row["tokens"] for row in rows if row["chosen"]} >= {4, 64} and any(row["measured_us"] for row in rows)
+    assert {row["tokens"] for row in rows if row["chosen"]} == {4} and any(row["measured_us"] for row in rows)
     assert json.loads(saved.read_text())["inputs"] == "captured from the batches"
     loaded = LanguageModel.load(model)
     assert tl.sparsify(loaded, str(saved)) is loaded and {row["state"] for row in tl.report(loaded).rows} == {"planned"}
@@ -196,9 +190,8 @@ def test_train_then_profile(capsys, tmp_path, text):
     assert cli.main(["profile", counts, "--against", "no/such.json"]) == 2 and "no/such" in capsys.readouterr().err
     assert "tokens of text.txt, validation part" in ask(capsys, "profile", model, "--text", text, "--windows", "2")
     (tmp_path / "other.txt").write_text(Path(text).read_text()[1:])
-    assert "tokens of other.txt;" in ask(
-        capsys, "profile", model, "--text", str(tmp_path / "other.txt"), "--windows", "2", "--out", counts
-    )
+    shown = ask(capsys, "profile", model, "--text", str(tmp_path / "other.txt"), "--windows", "2", "--out", counts)
+    assert "tokens of other.txt\n" in shown and f"profile: saved {counts}" in joined(shown)
 
 
 def test_a_profile_is_drawn_into_a_page_and_a_picture(capsys, tmp_path, text, monkeypatch):
@@ -217,14 +210,8 @@ def test_a_profile_is_drawn_into_a_page_and_a_picture(capsys, tmp_path, text, mo
     for spec in ("kaleido", None):  # without Chrome, and without kaleido
         monkeypatch.setattr(analysis_commands, "find_spec", lambda name, spec=spec: spec)
         assert cli.main([*asked, "--plot", str(picture)]) == 2
-        message = capsys.readouterr().err
-        assert "--plot needs kaleido" in message and message.count("\n") == 1
-    counts = str(tmp_path / "counts.json")
-    ask(capsys, *asked, "--out", counts)
-    before = Path(counts).read_text()
-    for wrong in (["--plot", "x.gif"], ["--html", counts], ["--out", str(page), "--html", str(page)]):
-        assert cli.main(["profile", counts, *wrong]) == 2 and "accepted: " in capsys.readouterr().err
-    assert Path(counts).read_text() == before and page.read_text(encoding="utf-8") == drawn
+        assert re.fullmatch(".*--plot needs kaleido.*\n", capsys.readouterr().err)
+    assert cli.main([*asked, "--plot", "x.gif"]) == 2 and "accepted: " in capsys.readouterr().err
 
 
 def test_one_field_of_a_file_of_records_is_read_where_it_is_named(capsys, tmp_path):
@@ -240,9 +227,9 @@ def test_one_field_of_a_file_of_records_is_read_where_it_is_named(capsys, tmp_pa
         for field in ("other", "number" if name == "a.jsonl" else ""):
             assert cli.main(["train", "--text", f"{path}?field={field}", *SMALL]) == 2
             told = capsys.readouterr().err
-            assert f"with the field {field!r}: row 1 has no text there" in told and told.count("\n") == 1
+            assert f"has no text in {field!r}; accepted" in told and told.count("\n") == 1
     for wrong in ("none.jsonl", "text.txt"):
-        with pytest.raises(TextError, match="none.jsonl' cannot be read: No such file|a .jsonl or .csv file alone"):
+        with pytest.raises(TextError, match="none.jsonl' .*No such file|a .jsonl or .csv file alone"):
             load_any(f"{tmp_path / wrong}?field=said")
     assert load_any(f"{tmp_path / 'a.csv'}?field=said").data.numpy().tobytes().startswith(b"words, 0\n\nwords, 1\n\n")
 

@@ -179,9 +179,6 @@ def test_streams_of_a_shell(folder):
     for shell, status, told in (
         ("| true", 0, ""),  # a reader who leaves
         (">/dev/full", 2, "No space left"),
-        (">&-", 2, "is closed"),
-        (">/dev/full 2>&1", 2, ""),
-        (">&- 2>&-", 2, ""),
     ):
         command = f"{sys.executable} -m twell_lab records --folder '{folder}' {shell}"
         ran = subprocess.run(

@@ -61,21 +61,11 @@ def test_without_a_terminal_nothing_but_the_result_is_printed(text):
 # ---- commands ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "typed, meant", [("trian", "train"), ("prefile", "profile"), ("samples", "sample"), ("xyzzy", None), ("", None)]
-)
-def test_a_mistyped_command_is_told_what_was_meant(capsys, typed, meant):
+def test_a_mistyped_command_is_told_which_there_are(capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main([typed, "--json"])
+        cli.main(["trian", "--json"])
     told = capsys.readouterr().err
-    assert stopped.value.code == 2 and repr(typed) in told and "accepted: doctor, tour, train" in told
-    assert (f"did you mean {meant!r}?" in told) if meant else ("did you mean" not in told)
-
-
-def test_a_model_that_bench_is_given_is_sent_to_bench_model(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench", "2B", "--seconds", "1"])
-    assert stopped.value.code == 2 and "'2B', but options; twell-lab bench model" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "'trian'" in told and "train" in told and "bench model" in told
 
 
 @pytest.mark.parametrize(

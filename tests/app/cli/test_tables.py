@@ -74,16 +74,6 @@ def beside(kind: str, path: str, nnz: float, ms: float, workload: str = "indepen
     return SHAPE | {"kind": kind, "tokens": 16384, "path": path, "nnz": nnz, "workload": workload} | times | more
 
 
-def test_the_table_of_a_layer_names_the_paths_by_who_fires():
-    rows = [beside("inference", f"forced {path}", 29.0, ms) for path, ms in (("twell", 4.0), ("dense", 8.0))]
-    rows += [beside("inference", "forced hot_cold 512", 29.0, 2.0), beside("inference", "dense compiled", 29.0, 5.0)]
-    others = [beside("inference", "forced twell (graph)", 29.0, 1.0), beside("inference", "forced twell", 9.0, 1.0)]
-    others[1]["tokens"] = 256
-    head, *lines = cells(tables.layer([record("inference", 2, rows + others), record("inference", 3, [])]))
-    assert head == ["neurons firing for a token, mean; NVIDIA H100, 2026-01-02", "29"]
-    assert [line[1] for line in lines] == ["2.00 (1.25)", "4.00 (2.50)", "1.00 (0.62)", "1.60 (1.00)", "512"]
-
-
 def test_the_table_of_training_compares_compiled_with_compiled():
     paths = (
         ("dense eager", 8.0, 900),
@@ -109,29 +99,6 @@ def test_the_table_of_heavy_tokens_takes_a_record_that_has_them_all():
         ["forward, all 5,632; NVIDIA H100, 2026-01-01", "+3%", "+4%"],
     ]
     assert "nothing is recorded yet" in tables.heavy([part])
-
-
-def test_the_table_of_host_times_has_both_ways_and_when_the_call_returned():
-    shared = {"kind": "host", "workload": "forward", "tokens": 16, "dense_wall_ms": 0.4}
-    rows = [shared | {"path": "dense eager", "ms": 0.3, "wall_ms": 0.4}]
-    rows += [shared | {"path": "twell", "ms": 0.1, "wall_ms": 0.2}]
-    assert [line[1] for line in cells(tables.host([record("host-time", 1, rows)]))[1:]] == ["0.4", "0.2", "0.1", "2.00"]
-
-
-def test_the_table_of_steps_compares_what_torch_compiles():
-    times = {"dense compiled": 80.0, "planned compiled": 40.0, "planned, compiled by layer": 50.0, "planned": 9.0}
-    rows = [
-        beside("training", path, 30.6, ms, "whole step, 8 layers", x_compiled=80 / ms) for path, ms in times.items()
-    ]
-    assert cells(tables.steps([record("training", 1, rows)])) == [
-        [
-            "milliseconds a step, NVIDIA H100, 2026-01-01",
-            "dense compiled",
-            "planned compiled",
-            "planned, compiled by layer",
-        ],
-        ["8 layers, 2048 wide, 31 neurons firing", "80", "40, 2.00x", "50, 1.60x"],
-    ]
 
 
 def test_the_table_of_products_leaves_out_a_kernels_other_versions_and_parts():
@@ -218,21 +185,6 @@ def test_the_table_of_the_model_compares_like_with_like():
         ["1 x 8 tokens, without the LM head: peak MiB", "32", ""],
         ["1 x 8 tokens, without the LM head: loss, nats", "1.0000", ""],
     ]
-
-
-def test_the_tables_of_chosen_neurons_have_plain_calls_and_graphs():
-    cost = {"loss": 1.1, "loss_change": [0.08, 0.1, 0.12], "sparsity": 0.5, "wall_ms": 5.0, "dense_wall_ms": 4.0}
-    row = cost | {
-        "tokens": 1,
-        "workload": "CATS 50%, decode step, batch 1, a model",
-        "path": "thresholds, forced twell",
-    }
-    rows = [row, row | {"path": "thresholds, forced twell (graph)", "x_dense": 2.0}, row | {"tokens": 4}]
-    rows += [row | {"path": "dense eager"}]
-    for name in ("predictors", "thresholds"):
-        assert cells(getattr(tables, name)([record(name, 1, rows)]))[1:] == [
-            ["CATS 50%, twell", "50%", "1.1000", "+0.1000 (+0.0800 to +0.1200)", "0.80 (2.00)"]
-        ]
 
 
 def test_tables_are_of_the_gpu_that_pages_tell_of_where_it_was_recorded():

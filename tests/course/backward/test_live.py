@@ -7,40 +7,30 @@ import torch
 
 from twell_lab.course import training
 from twell_lab.course.backward import live
+from twell_lab.course.backward.data import worst
 from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
+
+SIZES = {"d_model": 16, "heads": 2, "d_ff": 32, "layers": 2, "batch": 2, "context": 16}
 
 
 @pytest.fixture(scope="module")
 def begun():
-    config = replace(
-        training.SMALL,
-        text=training.some_text(60_000),
-        d_model=16,
-        heads=2,
-        d_ff=32,
-        layers=2,
-        steps=3,
-        batch=2,
-        context=16,
-    )
-    return config, *live.start(config)
-
-
-def test_a_run_begins_dense_on_windows_of_the_text(begun):
-    config, model, _, windows = begun
-    layers = [layer.module for layer in feed_forwards(model)]
-    assert all(isinstance(layer, SparseFFN) and layer.learning == "dense" for layer in layers)
-    batch = next(windows)
-    assert batch.shape == (2, 17) and not torch.equal(batch, next(windows))
+    """A run of one step, which no layer of it has changed its path in."""
+    config = replace(training.SMALL, text=training.some_text(60_000), steps=1, **SIZES)
+    return config, *live.train(config, "cpu", 0.0)
 
 
 def test_both_paths_have_the_same_gradients_and_leave_the_model_alone(begun):
-    config, model, _, windows = begun
+    _, model, windows, history = begun
+    layers = [layer.module for layer in feed_forwards(model)]
+    assert history == [] and all(isinstance(layer, SparseFFN) and layer.learning == "dense" for layer in layers)
     batch = next(windows)
+    assert batch.shape == (2, 17) and not torch.equal(batch, next(windows))
     sparse, dense = (live.gradients(model, batch, path, 0.1) for path in ("twell", "dense"))
-    assert len(sparse) == len(list(model.parameters())) and live.furthest_apart(sparse, dense) < 1e-5
-    assert live.furthest_apart(live.gradients(model, batch, "twell", 0.0), dense) > 1e-3  # L1 is in them
+    assert len(sparse) == len(list(model.parameters()))
+    assert worst(sparse, dense) < 1e-5
+    assert worst(live.gradients(model, batch, "twell", 0.0), dense) > 1e-3  # L1 is in them
     assert {layer.module.learning for layer in feed_forwards(model)} == {"dense"}
     assert all(parameter.grad is None for parameter in model.parameters())
 

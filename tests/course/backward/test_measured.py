@@ -1,4 +1,4 @@
-"""Recorded training steps as notebook 11 reads them: each kind of one record, by path, and what is said if there are none."""
+"""Recorded training steps as notebook 11 reads them, and the reader's own."""
 
 import pytest
 import torch
@@ -43,46 +43,22 @@ def compared(nnz: float = 29.02, workload: str = LOGNORMAL, ms: float = 3.0, cho
     ]
 
 
-@pytest.fixture
-def stored(keep):
-    """A function that makes these lists of rows the records, oldest first."""
-
-    def store(*each: tuple[str, list[dict]], kernels: tuple[str, ...] = ()) -> None:
-        keep(
-            *(record(name, f"2026-11-{20 + day}T00:00:00Z", rows, kernels) for day, (name, rows) in enumerate(each, 1))
-        )
-
-    return store
-
-
 def placed(rows: list[dict]) -> list[dict]:
     return [each | {"where": WHERE} for each in rows]
 
 
-def test_each_kind_is_of_one_record_the_newest_that_timed_most_of_it(stored):
-    layer = "trained, L1 0.0001, layer 0"
-    stored(
-        ("training", compared(ms=4.0) + compared(8.01, ms=2.0)),
-        ("training", compared(ms=3.0) + compared(8.01, ms=1.5) + compared(60.0, layer)),
-        ("training", compared(ms=2.5) + compared(60.0, layer, ms=2.9)),
-        ("inference", compared(60.0) + compared(90.0) + compared(120.0)),
-    )
+def test_layers_are_of_one_size_by_kind_and_whole_models_apart(keep):
+    trained = compared(60.0, "trained, L1 0.0001, layer 0")
+    whole = {"layers": 8, "parameters": 10**9}
+    model = [each | whole | {"peak_bytes": 2**30} for each in compared(20.0, "whole step, 8 layers")]
+    made = [*trained, *compared(), *model, row("planned", 1.0, tokens=1), row("planned (graph)", 1.0)]
+    keep(record("training", "2026-11-21T00:00:00Z", made, ()))
     rows = measured.recorded()
-    told = [(each["workload"], each["ms"], each["where"][-10:]) for each in rows if each["path"] == "forced twell"]
-    # Of a few neurons that fire often the second record timed two steps, the third one.
-    assert told == [(LOGNORMAL, 3.0, "2026-11-22"), (LOGNORMAL, 1.5, "2026-11-22"), (layer, 2.9, "2026-11-23")]
-    assert not measured.recorded("RTX")
-
-
-SIZES = {"dense": {"x": 3 * 2**20}, "sparse": {"x": 2**20}}
-
-
-def test_without_a_record_everything_says_so(stored):
-    stored()
-    rows = measured.recorded()
-    assert rows == [] and measured.steps(rows) == [] and measured.series(rows) == {} and measured.wholes(rows) == []
-    assert measured.three_lines(rows, SIZES) == [measured.MISSING, "Kept: 3 MiB dense, 1 sparse."]
-    assert measured.COMMAND in measured.MISSING
+    found = measured.layers(rows)
+    assert [each["nnz"] for each in found if each["path"] == "planned"] == [29.02, 60.0]
+    assert {each["of"] for each in found} == {"a few neurons fire often", "layers of a trained model"}
+    assert [(each["beside"], each["x"]) for each in measured.wholes(rows)] == [("eager", 2.0), ("compiled", 2.0)]
+    assert measured.wholes(rows)[0]["mib"] == 1024 and measured.recorded("RTX") == []
 
 
 def test_your_own_steps_are_checked_and_come_as_rows(my_gpu):

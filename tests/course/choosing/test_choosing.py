@@ -90,11 +90,6 @@ def test_columns_of_random_firing_are_occupied_as_expected(subject):
     assert [each["measured"] for each in rows if each["height"] == 1] == pytest.approx(
         [float(fires.double().mean()) for fires in subject.fires]
     )
-    made_up = [
-        {"layer": layer, "height": 32, "measured": measured, "expected": 0.5}
-        for layer, measured in ((0, 0.6), (1, 0.27))
-    ]
-    assert data.occupied_sentence(made_up) == "27%, fewer in 1 of 2 layers"
     assert len(figures.occupied(rows).data) == 4
 
 
@@ -106,7 +101,7 @@ def test_micro_tiles_are_timed_as_products(monkeypatch):
     rows = data.products_here("cpu", (0.5, 0.9))
     assert {each["path"] for each in rows} >= {"dense eager", methods.TILES, f"part: {methods.TILES}, conversion"}
     drawn = figures.products(rows)
-    assert len(drawn.data) == 4 and drawn.data[1].y[0] < drawn.data[0].y[0]  # finding takes time
+    assert len(drawn.data) == 4 and drawn.data[2].y[0] < drawn.data[0].y[0]  # finding takes time
 
 
 def test_padding_is_timed_where_it_gives_the_same():
@@ -115,19 +110,15 @@ def test_padding_is_timed_where_it_gives_the_same():
         (path, real) for path in ("padded", "padding removed", "real tokens alone") for real in (1.0, 0.5)
     }
     drawn = figures.padding(rows)
-    assert len(drawn.data) == 4 and drawn.layout.title.text.endswith(f"<sup>{WHERE}</sup>")
+    assert len(drawn.data) == 4 and drawn.layout.title.text.endswith(f"<sub>{WHERE}</sub>")
 
 
 # ---- hot and cold, groups, experts ----
 
 
 def test_experts_are_computed_in_each_way():
-    took = {"grouped": 1.0, "loop": 2.0, "padded": 3.0}
-    rows = [each | {"ms": took[each["way"]]} for each in data.expert_rows("cpu", (4,))]
+    rows = data.expert_rows("cpu", (4,))
     assert len(rows) == 2 * 3 and {each["way"] for each in rows} == {"grouped", "loop", "padded"}
-    assert data.expert_sentence(rows) == "fastest of 4 experts: spread, grouped; all to the same two, grouped"
-    near = [each | {"ms": 1.01} if each["way"] == "loop" else each for each in rows]
-    assert "spread, loop or grouped;" in data.expert_sentence(near)
     assert len(figures.experts(rows).data) == 6
 
 
@@ -147,7 +138,6 @@ def test_what_guessing_costs(subject):
     whole = [each for each in rows[1:] if each["computed"] == 1]
     assert whole and all(each["more"] == pytest.approx(0, abs=1e-4) for each in whole)
     assert not any(isinstance(each, few_neurons.FewNeurons) for each in subject.model.modules())
-    assert data.predictor_sentence(found).startswith("Guessing, at 90% recall: ")
     assert len(figures.losses(rows).data) == 3
 
 
@@ -181,7 +171,11 @@ def test_the_winners():
     }
     assert everything[0.01, 1]["method"] == methods.PREDICTED and everything[0.01, 64]["method"] == methods.EXPERTS
     left, right = (trace for trace in figures.winners(MAP).data if trace.type == "heatmap")
-    assert [*left.text[0]] == ["2", "1"] and left.x == ("1", "64") and left.y == ("1%", "50%")
+    assert (
+        [*left.text[0]] == ["packed<br><b>2</b>", "dense<br><b>1</b>"]
+        and left.x == ("1", "64")
+        and left.y == ("1%", "50%")
+    )
     assert len([t for t in figures.winners(MAP[:2]).data if t.type == "heatmap"]) == 1
 
 
@@ -216,7 +210,7 @@ def test_the_map_is_recorded_with_every_method_and_read(keep):
         methods.PREDICTED
     }
     keep(Record.new("comparison", "made up", [each | {"device": "NVIDIA H100"} for each in made], {}))
-    found = data.recorded_map()
+    found = data.recorded_maps()
     assert {(each["method"], each["tokens"]) for each in found} == {
         (methods.DENSE if each["path"] == "dense eager" else each["path"], each["tokens"]) for each in made
     }

@@ -1,6 +1,5 @@
 """The clocks of the course, on calls whose times are known, and the verdict, on benchmarks whose faults are."""
 
-import math
 import threading
 import time
 
@@ -9,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from twell_lab.core import InputError
+from twell_lab.bench.comparison import scattered
 from twell_lab.course.clocks import data as clocks
+from twell_lab.formats import CSR
 from twell_lab.sparsities.weights import SparseLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -18,34 +18,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
 
 @pytest.fixture(scope="module")
 def case():
+    """A weight [96, 80] of which 5% are not zero, and x [24, 80]."""
     torch.manual_seed(0)
-    return clocks.case("cpu", torch.float32, (96, 80, 24))
+    return scattered(96, 80, 4, dtype=torch.float32, device="cpu"), torch.randn(24, 80)
 
 
 def layers(case):
     """(dense, exact) of the case."""
-    return (lambda x: linear(x, case.weight)), (lambda x: linear(x, case.weight.double()))
-
-
-# ---- the number ----
-
-
-def test_claims_keep_the_steps_and_name_the_largest_repair():
-    claims = clocks.Claims()
-    assert claims.add("claimed", 50.0, 0.01) == "claimed: 5,000x"
-    with pytest.raises(InputError, match="1 steps"):
-        claims.largest()
-    claims.add("waits", 50.0, 5.0)
-    claims.add("fair", 20.0, 100.0)
-    assert claims.largest() == ("waits", 500.0)
-    claims.add("waits", 50.0, 0.02)  # the cell again
-    assert list(claims.steps) == ["claimed", "waits", "fair"] and claims.largest()[0] == "fair"
-
-
-@pytest.mark.parametrize("given", [(0.0, 1.0), (1.0, 0.0), (math.nan, 1.0)])
-def test_claims_refuse_what_is_no_time(given):
-    with pytest.raises(InputError, match="above zero"):
-        clocks.Claims().add("claimed", *given)
+    weight, _ = case
+    return (lambda x: linear(x, weight)), (lambda x: linear(x, weight.double()))
 
 
 # ---- clocks ----
@@ -81,22 +62,18 @@ def test_an_error_in_the_queue_is_not_lost():
 
 
 def test_a_masked_layer_is_the_dense_one_and_a_sparse_one_is_not(case):
-    dense, _ = layers(case)
+    (weight, x), (dense, _), sparse = case, layers(case), sparse_layer(case)
     whole = 24 * 80 * 96
-    names, products = clocks.operations(lambda: linear(case.x, case.weight * (case.weight != 0)))
-    assert names[-1] == "mm" and "mul" in names
-    assert [(each.name, each.work, each.dense, each.terms) for each in products] == [
-        ("mm", whole, True, "float32 on cpu")
-    ]
-    sparse = sparse_layer(case)
-    assert clocks.dense_work(lambda: sparse(case.x)) == 0 < len(clocks.operations(lambda: sparse(case.x))[1])
+    names, products = clocks.operations(lambda: linear(x, weight * (weight != 0)))
+    assert names[-1] == "mm" and "mul" in names and products == [("mm", whole, True, "float32 on cpu")]
+    assert clocks.dense_work(lambda: sparse(x)) == 0 < len(clocks.operations(lambda: sparse(x))[1])
     with torch.inference_mode():
-        assert clocks.dense_work(lambda: dense(case.x)) == whole
+        assert clocks.dense_work(lambda: dense(x)) == whole
 
 
-def sparse_layer(case, bias=False):
-    plain = nn.Linear(80, 96, bias=bias).requires_grad_(False)
-    plain.weight.copy_(case.weight)
+def sparse_layer(case):
+    plain = nn.Linear(80, 96, bias=False).requires_grad_(False)
+    plain.weight.copy_(case[0])
     return SparseLinear.from_linear(plain, product="csr")
 
 
@@ -118,56 +95,38 @@ def test_work_is_counted_for_every_kind_of_product(call, work):
 # ---- the verdict ----
 
 
-def failing(verdict) -> list[str]:
-    return [each for each in verdict.fails.split(", ") if each != "nothing"]
-
-
-def test_a_sound_benchmark_has_nothing_against_it(case):
-    dense, exact = layers(case)
-    found = clocks.verdict(sparse_layer(case), dense, case.x, exact, rounds=3)
-    assert set(failing(found)) <= {"clear"}  # what the clock says here is not ours to say
-    assert len(str(found).splitlines()) == 5 and found.x > 0
-
-
-def test_the_kernel_that_does_not_multiply_is_wrong_and_the_masked_layer_dense(case):
-    dense, exact = layers(case)
-    kernel = clocks.verdict(lambda x: clocks.without_multiplying(case.stored, x.T).T, dense, case.x, exact, rounds=3)
-    assert "right" in failing(kernel) and "sparse" not in failing(kernel)
-    masked = clocks.verdict(lambda x: linear(x, case.weight * (case.weight != 0)), dense, case.x, exact, rounds=3)
-    assert "sparse" in failing(masked) and "right" not in failing(masked)
+def failing(verdict: dict) -> set[str]:
+    return {asked for asked, (holds, _) in verdict.items() if not holds}
 
 
 @pytest.mark.parametrize(
-    ("sparse", "named"),
+    ("sparse", "faults", "sound"),
     [
-        (lambda x: torch.full((24, 96), torch.nan), "right"),
-        (lambda x: torch.zeros(24, 95), "right"),
-        (lambda x: torch.zeros(24, 96), "right"),
-        (lambda x: torch.zeros(24, 96, dtype=torch.float64), "same terms"),
-        (lambda x: torch.zeros(24, 95), "same terms"),
+        (None, set(), {"right", "sparse", "same terms", "waited"}),  # the sparse layer: what the clock says is not ours
+        (lambda weight, x: clocks.without_multiplying(CSR.from_dense(weight), x.T).T, {"right"}, {"sparse"}),
+        (lambda weight, x: linear(x, weight * (weight != 0)), {"sparse"}, {"right"}),
+        (lambda weight, x: torch.full((24, 96), torch.nan), {"right"}, set()),
+        (lambda weight, x: torch.zeros(24, 95), {"right", "same terms"}, set()),
+        (lambda weight, x: torch.zeros(24, 96, dtype=torch.float64), {"right", "same terms"}, set()),
     ],
 )
-def test_wrong_results_are_named(case, sparse, named):
-    dense, exact = layers(case)
-    assert named in failing(clocks.verdict(sparse, dense, case.x, exact, rounds=2))
+def test_faults_of_a_layer_are_named(case, sparse, faults, sound):
+    (weight, x), (dense, exact) = case, layers(case)
+    layer = sparse_layer(case) if sparse is None else lambda x: sparse(weight, x)
+    verdict = clocks.verdict(layer, dense, x, exact, rounds=2)
+    assert faults <= failing(verdict) and not sound & failing(verdict) and len(verdict) == 5
 
 
-def test_a_baseline_left_behind_is_named(case):
-    _, exact = layers(case)
-    for behind in (
-        clocks.left_behind(case.weight),
-        lambda x: linear(x.double(), case.weight.double()).float(),  # and hides it
-    ):
-        found = clocks.verdict(sparse_layer(case), behind, case.x, exact, rounds=2)
-        assert "same terms" in failing(found) and "float64 on cpu" in str(found)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_baseline_left_behind_is_named(case, hidden):
+    (weight, x), (_, exact) = case, layers(case)
+    left = lambda x: linear(x.double(), weight.double())  # noqa: E731
+    verdict = clocks.verdict(sparse_layer(case), (lambda x: left(x).float()) if hidden else left, x, exact, rounds=2)
+    assert "same terms" in failing(verdict) and "float64 on cpu" in verdict["same terms"][1]
 
 
 def test_claims_that_did_not_wait_are_named(case):
-    dense, exact = layers(case)
-    sparse = sparse_layer(case)
-    found = clocks.verdict(sparse, dense, case.x, exact, claimed=(1e3, 1e-6), rounds=2)
-    assert {"waited", "clear"} <= set(failing(found)) and "0.001 us claimed" in str(found)
-    slow = clocks.verdict(sparse, dense, case.x, exact, claimed=(1e3, 1e3), rounds=2)
+    (_, x), (dense, exact), sparse = case, layers(case), sparse_layer(case)
+    quick, slow = (clocks.verdict(sparse, dense, x, exact, claimed=(1e3, ms), rounds=2) for ms in (1e-6, 1e3))
+    assert {"waited", "clear"} <= failing(quick) and "0.001 us claimed" in quick["waited"][1]
     assert "waited" not in failing(slow)
-    with pytest.raises(InputError, match="claimed is"):
-        clocks.verdict(sparse, dense, case.x, exact, claimed=(0.0, 1.0))

@@ -12,6 +12,7 @@ from twell_lab.course import conversion
 from twell_lab.course.conversion import data
 from twell_lab.course.training import held_out, some_text
 from twell_lab.layers.lossy import lossy_parts
+from twell_lab.models.swap import sparsify
 
 TINY = replace(conversion.MODEL, steps=4, batch=2, context=16, d_model=16, layers=2, heads=2, d_ff=32)
 
@@ -91,11 +92,10 @@ def test_a_cut_to_a_density_has_it(judged, density):
     assert conversion.cut_to(judged, density)["density"] == pytest.approx(density, rel=0.01)
 
 
-def test_what_is_exact_is_said(judged):
-    cut, swapped, converted = conversion.exact_sentence(judged, 0.95, conversion.to_relu(judged.model))
-    assert cut == "cut: different"
-    assert swapped.endswith(": same") and converted.endswith(": same")
-    assert not lossy_parts(judged.model)
+def test_models_with_the_same_output(judged):
+    relu, tokens = conversion.to_relu(judged.model), judged.windows[:4]
+    assert conversion.same_output(sparsify(copy.deepcopy(relu), "twell"), relu, tokens)
+    assert not conversion.same_output(relu, judged.model, tokens)
 
 
 def test_recorded_points_are_those_of_the_sweeps():
@@ -124,6 +124,8 @@ def test_the_trained_twin_is_held_against_the_one_that_was_not(judged, monkeypat
 
 
 @pytest.mark.parametrize(("change", "said"), ((0.0, "convert"), (9.0, "cut"), (5.2, "unclear")))
-def test_intervals_decide(change, said):
-    lines = conversion.three_lines([point(density=0.1, change=5.0), point("convert", 0.1, change, steps=60)])
-    assert lines[1] == f"Convert (60 steps) or cut: {said} at 10.0%." and len(lines) == 3
+def test_intervals_decide_between_a_point_and_the_nearest_cut(change, said):
+    cuts = [point(density=at, change=5.0) for at in (0.2, 0.101, 0.05)]
+    mine = point("convert", 0.1, change, steps=60)
+    assert conversion.nearest(mine, cuts) is cuts[1] and conversion.nearest(mine | {"model": "n"}, cuts) is None
+    assert conversion.better(mine, cuts[1]) == said

@@ -87,10 +87,8 @@ def test_what_is_written_is_framed_and_what_is_not_stays_empty():
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"by": "lane"}, "'lane'"),
         ({"arrays": ["x"]}, "'x'"),
         ({"steps": [1]}, "no array"),
-        ({"first": {"gate": 5000}}, "5000"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(wrong, named):
@@ -134,6 +132,3 @@ def test_every_cell_holds_the_value_after_the_step():
             now = steps[index].covered if steps[index].array == name else ()
             strong = {i for i, colour in enumerate(flat(colours)) if colour in (plots.BLUE, plots.ORANGE)}
             assert strong == set(now)
-
-
-# ---- bars ----

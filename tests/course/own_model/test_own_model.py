@@ -30,7 +30,8 @@ def halves(small, text):
 
 def test_a_shipped_model_says_what_it_is_and_goes_on_as_it_generates(small):
     assert small.shipped and small.fires and small.context == 128 and "1,115,264 parameters" in str(small)
-    expected = small.model.generate(small.encode(SAID), 20)
+    prompt = small.encode(SAID)
+    expected = tl.generate(small.model, prompt, max_new_tokens=20)[len(prompt) :]
     assert own_model.go_on(small, small.model, SAID, 20) == small.decode(expected)
 
 
@@ -71,28 +72,6 @@ def test_gains_are_those_of_the_best_paths_of_all_layers(small, halves):
     assert own_model.figures.gains([row]).data[0].y == (row["x_dense"],)
 
 
-HERE = {"what": "decode step, batch 1", "low": 1.1, "times": 1.2, "high": 1.3}
-PREDICTED = [
-    {"gpu": "A", "tokens": 1, "x_dense": 1.5},
-    {"gpu": "B", "tokens": 1, "x_dense": 2.5},
-    {"gpu": "A", "tokens": 64, "x_dense": 1.0},
-    {"gpu": "B", "tokens": 64, "x_dense": 1.05},
-]
-CUTS = [
-    {"model": "l1-free", "density": 0.1, "change": 0.5, "low": 0.2, "high": 0.8},
-    {"model": "l1-free", "density": 0.021, "change": 8.0, "low": 7.0, "high": 9.0},
-]
-TRAINED = [{"density": 0.02, "change": 1.0, "low": 0.5, "high": 1.5}]
-
-
-@pytest.mark.parametrize(
-    "low, high, said", [(0.5, 0.9, ": stay dense."), (0.9, 1.1, ": stay dense."), (1.01, 1.2, ": swap.")]
-)
-def test_what_is_slower_or_the_same_here_stays_dense(low, high, said):
-    here = {"what": "a forward", "low": low, "times": (low + high) / 2, "high": high}
-    assert own_model.decide(here, PREDICTED, CUTS, [])[0].endswith(said)
-
-
-@pytest.mark.parametrize("low, high, said", [(0, 1, "train."), (10, 11, "cut."), (8, 9.5, "either will do.")])
-def test_a_cut_is_compared_by_its_interval(low, high, said):
-    assert own_model.decide(HERE, PREDICTED, CUTS, [TRAINED[0] | {"low": low, "high": high}])[2].endswith(said)
+@pytest.mark.parametrize(("layers", "all_dense"), [("5 dense", True), ("4 dense, 1 twell", False), (None, False)])
+def test_a_model_of_which_no_layer_was_swapped(layers, all_dense):
+    assert own_model.all_dense({"layers": layers}) == all_dense

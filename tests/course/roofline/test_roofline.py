@@ -3,7 +3,6 @@
 import pytest
 
 from tests.course.recorded_rows import RATES, compared, everything, gates
-from twell_lab.core import InputError
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.roofline import data as roofline
 
@@ -25,22 +24,17 @@ def test_nothing_recorded_is_below_the_floor():
     )
 
 
-def test_what_each_version_gained():
+def test_versions_come_slowest_first():
     found = roofline.versions(gates())
     assert found[0]["path"] == "sm80 gate_pack" and found[-1]["path"] == "sm90 gate_pack v3"
-    assert roofline.gained(found, 1) == "6.5% less"
-    assert roofline.gained(roofline.versions(gates(v3=0.6)), 3) == "7.1% more"
-    assert roofline.of_the_peak(found, 0.4) == "gate_pack v3: 80% of the tensor cores' peak."
-    assert roofline.gained([], 2) == roofline.of_the_peak([], 0.4) == roofline.MISSING
-    with pytest.raises(InputError, match="version is 4"):
-        roofline.gained(found, 4)
+    assert roofline.rates(gates()).tensor == pytest.approx(2 * 16384 * 2048 * 5632 / 0.52e-3)
 
 
 def test_points_of_the_roofline():
     found = roofline.points(everything())
     names = [p["name"] for p in found]
     assert "TwELL" in names and "torch's dense layer" in names and "sm90 gate_pack v3" in names
-    intensity = {p["name"]: p["operations"] / p["bytes"] for p in found}
+    intensity = {p["name"]: p["intensity"] for p in found}
     assert intensity[roofline.BEFORE] < intensity["gate GEMM (torch)"] < intensity["sm90 gate_pack v3"]
     twice = [*everything(), *compared(27.3, tokens=1)]  # another workload of one token drew another nnz
     assert sorted(p["name"] for p in roofline.points(twice)) == sorted(names)

@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from twell_lab.course import speedups
 from twell_lab.course.recorded import GRAPH, LOGNORMAL
-from twell_lab.course.speedups import data
+from twell_lab.course.speedups import data as speedups
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
 
@@ -81,34 +80,26 @@ def test_a_crossing_lies_between_the_points_around_it():
 
 def test_each_way_is_compared_with_dense_run_the_same_way_and_with_its_layers(kept):
     eager, graph = speedups.steps(*kept)
-    assert eager.x == pytest.approx(10 / 12) and eager.span == (eager.x, eager.x)
-    assert (eager.share, eager.layer_x, eager.predicted) == pytest.approx((0.4, 2.0, 1.25))
+    assert [eager[key] for key in ("x", "low", "high")] == pytest.approx([10 / 12] * 3)
+    assert [eager[key] for key in ("share", "layer_x", "predicted")] == pytest.approx([0.4, 2.0, 1.25])
     # Of two planned models the one that is planned for graphs counts; a graph's time is the device's.
-    assert (graph.x, graph.share, graph.layer_x) == pytest.approx((1.25, 0.4, 2.0))
-    assert "2026-01-02" in graph.dense["where"]
-    assert speedups.about([eager, graph]).endswith(
-        "Llama, random weights: 1e-06 billion parameters, 4 layers of 64 x 256, mean nnz 8"
-    )
+    assert [graph[key] for key in ("x", "share", "layer_x")] == pytest.approx([1.25, 0.4, 2.0])
+    assert (eager["why"], graph["why"]) == ("host", "as predicted") and "2026-01-02" in graph["where"]
 
 
 def test_of_equal_measurements_the_newest_counts_and_of_models_the_largest(keep):
     newer = [row | {"wall_ms": 2 * row["wall_ms"]} for row in MODEL[:2]]
     small = [row | {"parameters": 10, "workload": "Small, decode step, batch 1"} for row in MODEL[:2]]
     keep(record(MODEL[:2]), record(newer, "2026-02-02T03:04:05Z"), record(small, "2026-03-02T03:04:05Z"))
-    found = speedups.steps(speedups.recorded(), [])
-    (step,) = found
-    assert speedups.compared(found) == speedups.three_lines(found, [])[0] == data.ALONE
-    assert step.dense["wall_ms"] == 20 and "2026-02-02" in step.dense["where"] and step.share is step.predicted is None
+    (step,) = speedups.steps(speedups.recorded(), [])
+    assert step["dense_ms"] == 20 and "2026-02-02" in step["where"] and step["share"] is step["predicted"] is None
 
 
 def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_model(keep):
     for other in ({"nnz": 16.0}, {"tokens": 2}, {"d_ff": 128}):
         keep(record([*MODEL, *(row | other for row in LAYER)]))
         rows = speedups.recorded()
-        assert {step.share for step in speedups.steps(rows, speedups.layers_of(rows))} == {None}
-
-
-# ---- what lies between ----
+        assert {step["share"] for step in speedups.steps(rows, speedups.layers_of(rows))} == {None}
 
 
 # ---- where a layer's gain stops, memory, energy ----
@@ -121,14 +112,12 @@ def test_a_layer_by_tokens_and_by_nnz():
         (tokens, how, 2.0) for tokens in (1, 64) for how in ("eager", "CUDA graph")
     ]
     layers = [of_layer("forced twell", ms, tokens=64, nnz=nnz) for nnz, ms in ((60.0, 2.0), (8.0, 0.5))]
-    layers += [of_layer("forced twell", 0.25, tokens=1)]
-    assert speedups.most_measured(layers) == 64
-    points = speedups.by_nnz(layers, "inference", 64)
-    assert points == {"forced twell": [(8.0, 2.0), (60.0, 0.5)]}
-    said = speedups.stops({"forward": points, "training step": {"forced twell": [(8.0, 2.0)]}})
-    assert said == "forward: between nnz 8 and 60; training step: nowhere up to 8"
-    assert speedups.stops({"forward": {"forced twell": [(8.0, 0.9), (29.0, 0.8)]}}) == "forward: at nnz 8, 29"
-    assert speedups.stops({"forward": {"planned": [(8.0, 0.9)]}}) == ""
+    layers = [row | {"where": "w"} for row in (*layers, of_layer("forced twell", 0.25, tokens=1))]
+    found = speedups.by_nnz(layers, {"forward": "inference", "training": "training"})
+    assert [(row["of"], row["tokens"], row["nnz"], row["x"]) for row in found] == [
+        ("forward", 64, 8.0, 2.0),
+        ("forward", 64, 60.0, 0.5),
+    ]
 
 
 # ---- this machine ----
@@ -142,5 +131,7 @@ def test_a_model_and_its_layers_are_timed_here():
     assert {row["head"] for row in rows} == {True, False} and {row["where"] for row in rows} == {"yours, now, on CPU"}
     assert {row["together"] for row in layers} == {2} and {row["tokens"] for row in layers} == {1, 16}
     for step in (forward, decode):
-        assert 0 < step.share <= 1 and step.layers_ms[0] == step.layer[0]["wall_ms"]
-    assert len(speedups.pieces(rows, layers)) == 4
+        assert 0 < step["share"] <= 1 and step["dense_ms"] == step["dense"]["wall_ms"]
+    parts = speedups.pieces(rows, layers)
+    assert len({(part["what"], part["path"]) for part in parts}) == 4
+    assert sum(part["ms"] for part in parts) == pytest.approx(sum({part["whole"] for part in parts}))

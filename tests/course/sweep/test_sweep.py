@@ -4,10 +4,9 @@ hold."""
 import shutil
 
 import pytest
-import torch
 
 from twell_lab import records
-from twell_lab.core import InputError, RecordError
+from twell_lab.core import RecordError
 from twell_lab.course.sweep import data as course
 from twell_lab.training import sweep
 
@@ -42,15 +41,9 @@ def test_the_newest_record_is_read_and_none_is_an_error(tmp_path):
 def test_the_record_is_what_was_asked_for():
     found = course.recorded()
     rows = found.rows
-    without = [
-        row for row in rows if not row["config"]["l1"] and row["config"]["seed"] == sweep.twin(rows)["config"]["seed"]
-    ]
-    assert len({row["config"]["lr"] for row in without}) >= 3
-    assert (
-        min(row["config"]["lr"] for row in without)
-        < sweep.twin(rows)["config"]["lr"]
-        < max(row["config"]["lr"] for row in without)
-    )
+    best = sweep.twin(rows)["config"]
+    rates = {row["config"]["lr"] for row in rows if not row["config"]["l1"] and row["config"]["seed"] == best["seed"]}
+    assert len(rates) >= 3 and min(rates) < best["lr"] < max(rates)
     at_rest = [row for row in sweep.pressed(rows) if abs(sweep.settled(row)) <= 0.05]
     assert len(at_rest) >= 8 and not at_rest[0]["config"]["l1"] and course.renewed(rows)
     for row in rows:
@@ -65,22 +58,9 @@ def test_the_best_sparse_point_is_what_it_must_be():
     best = sweep.best_sparse(sweep.pressed(rows))
     assert best["zeros"] >= 0.97 and sweep.cost(best, rows) <= 0.02
     assert abs(sweep.settled(best)) < 0.05
-    assert course.verdict(rows)[-1].endswith("Reached.")
 
 
 # The models that are shipped
-
-
-def test_a_sentence_is_counted_byte_by_byte():
-    model = course.checkpoint("sparse")
-    counted = course.awake(model, "a caf\u00e9\n")
-    assert [letter for letter, _ in counted] == ["a", " ", "c", "a", "f", "byte 195", "byte 169", "line feed"]
-    windows = torch.tensor([[*"a caf\u00e9\n".encode(), 0]])
-    nnz = [layer["nnz"] for layer in sweep.who_fires(model, windows)["layers"]]
-    assert sum(value for _, value in counted) / 8 == pytest.approx(sum(nnz) / len(nnz), abs=1e-3)
-    for wrong in ("", "x" * 513):
-        with pytest.raises(InputError, match="1 to 512"):
-            course.awake(model, wrong)
 
 
 def test_an_installed_package_names_the_models_that_it_leaves_out(monkeypatch, tmp_path):

@@ -75,7 +75,7 @@ def loss_of(model):
 
 def test_a_trained_silu_model_is_changed_trained_on_and_swapped():
     model = llama()
-    train_on(model, 150)
+    train_on(model, 100)
     smooth = loss_of(model)
     assert relufy(model) is model
     assert loss_of(model) > smooth + 0.005  # a model this small leans little on its feed-forward layers
@@ -87,7 +87,7 @@ def test_a_trained_silu_model_is_changed_trained_on_and_swapped():
     torch.testing.assert_close(sparsify(model, "twell")(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "swish", "relu2"])
+@pytest.mark.parametrize("activation", ["gelu_new", "quick_gelu", "swish", "relu2"])
 def test_smooth_activations_of_transformers_are_known(activation):
     model = llama(hidden_act=activation)
     assert changed(model) == 2 and model.config.hidden_act == "relu"
@@ -202,7 +202,7 @@ def activations(model):
     }
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral", "Gemma", "Gemma2", "OPT", "Gemma3"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "OPT", "Gemma3"])
 def test_a_relufied_model_is_the_same_once_it_is_loaded_again(family, tmp_path):
     model = of(family, **OPT if family == "OPT" else {})
     before = answer(model)
@@ -238,12 +238,6 @@ def test_experts_that_share_the_field_and_are_left_out_are_not_made_relu_behind_
     assert torch.equal(answer(again), answer(model))
 
 
-def test_experts_do_not_matter_where_there_are_none(tmp_path):
-    model = of("DeepseekV3", first_k_dense_replace=2)
-    assert changed(model) == 2 and model.config.hidden_act == "relu"
-    assert torch.equal(answer(reloaded(model, tmp_path)), answer(model))
-
-
 def test_a_filter_reaches_the_vision_tower_and_its_own_configuration(tmp_path):
     model = of("Gemma3")
     with pytest.warns(UserWarning, match="vision_tower.head.*configuration stays"):
@@ -266,8 +260,3 @@ def test_some_layers_alone_are_not_what_the_configuration_says(tmp_path):
     assert model.config.hidden_act == "silu"
     assert changed(model) == 1 and model.config.hidden_act == "relu"  # now it is true of all
     assert torch.equal(answer(reloaded(model, tmp_path)), answer(model))
-
-
-def test_a_part_of_a_model_does_not_change_the_configuration_of_the_whole():
-    model = of("Llama")
-    assert changed(model.model.layers[0].mlp) == 1 and model.config.hidden_act == "silu"

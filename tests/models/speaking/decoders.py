@@ -63,3 +63,16 @@ def prompts(batch: int = 3, tokens: int = 9) -> tuple[torch.Tensor, torch.Tensor
     for row in range(1, batch):
         mask[row, : row * 2 % tokens] = 0
     return ids * mask, mask
+
+
+@torch.no_grad()
+def read_anew(model: nn.Module, text: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return prompts [batch, length] and the most likely tokens by a LanguageModel, which reads all that it sees anew
+    for each."""
+    context = model.config.context
+    for _ in range(tokens):
+        begin = 0
+        while text.shape[1] - begin > context:
+            begin += (context + 1) // 2
+        text = torch.cat([text, model(text[:, begin:])[:, -1:].argmax(-1)], 1)
+    return text

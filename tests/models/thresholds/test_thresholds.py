@@ -16,8 +16,8 @@ import twell_lab as tl
 from tests.layers import models_of
 from tests.models.thresholds.models_of import MODELS, answer, gpt2, llama, opt, ours, tokens
 from twell_lab.core import InputError, RecordError
-from twell_lab.layers.lossy import Lossy, lossy_parts
-from twell_lab.models.thresholds import CONFIG, LEVELS, LOSSY, ROWS, Histogram, LayerThresholds, LossChange, calibrate
+from twell_lab.layers.lossy import lossy_parts
+from twell_lab.models.thresholds import CONFIG, LOSSY, ROWS, Histogram, LayerThresholds, LossChange, calibrate
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops.reference import GatedFeedForward
 
@@ -67,7 +67,7 @@ def test_the_threshold_of_a_histogram_keeps_the_share(values, cut, sparsity):
     whole.add(values)
     parts.add(values[:cut])
     parts.add(values[cut:])
-    assert torch.equal(whole.counts, parts.counts) and whole.total == len(values)
+    assert torch.equal(whole.counts, parts.counts) and int(whole.counts.sum()) == len(values)
     threshold = whole.threshold(sparsity)
     # All values of a step count as spread over it, so the share may be off by those beside the threshold.
     near = ((values.abs() > threshold / 1.03) & (values.abs() < threshold * 1.03)).double().mean().item()
@@ -78,22 +78,9 @@ def test_the_threshold_of_a_histogram_keeps_the_share(values, cut, sparsity):
     off = near + tiny + large + 1e-9
     assert max(below, zero) == pytest.approx(max(sparsity, zero), abs=off)
     assert whole.density(threshold) == pytest.approx(1 - max(below, zero), abs=off)
-
-
-def test_density_falls_and_threshold_rises_all_the_way():
-    found, zeros = Histogram(), Histogram()
-    found.add(torch.randn(5000) * torch.logspace(-9, 4, 5000))
-    rising = [found.threshold(level) for level in LEVELS]
-    assert rising == sorted(rising) and rising[0] == 0 < rising[1]
-    assert [found.density(threshold) for threshold in rising] == pytest.approx(
-        [1 - level for level in LEVELS], abs=1e-4
-    )
-    assert found.density(0) == 1 and found.density(1e9) >= 0 and math.isnan(Histogram().density(1.0))
-    zeros.add(torch.tensor([0.0, -0.0, 0.0, 2.0]))
-    assert zeros.density(0) == 0.25 and zeros.threshold(0.75) == 0 and 1.9 < zeros.threshold(0.9) < 2.1
-    for wrong in (math.nan, math.inf):
-        with pytest.raises(InputError, match="not finite"):
-            found.add(torch.tensor([1.0, wrong]))
+    assert math.isnan(Histogram().density(1.0))
+    with pytest.raises(InputError, match="not finite"):
+        whole.add(torch.tensor([1.0, math.inf]))
 
 
 # ---- calibrated on a model
@@ -162,16 +149,6 @@ def test_the_rows_that_errors_are_measured_on_come_from_all_batches():
     kept = {tuple(row.tolist()) for row in layer.rows}
     assert layer.tokens == 1280 and len(layer.rows) == ROWS
     assert len(kept & early) > 20 < len(kept & late)
-
-
-def test_masked_positions_are_left_out():
-    model, inputs = llama(), tokens(6)
-    mask = torch.ones_like(inputs)
-    mask[:, 10:] = 0
-    found = calibrate(model, {"input_ids": inputs, "attention_mask": mask})
-    assert found.tokens == 60 and all(len(layer.rows) == 60 for layer in found.layers)
-    expected = tl.thresholds(model, inputs[:, :10], 0.5)
-    assert found.at(0.5).layers[0].thresholds == pytest.approx(expected.layers[0].thresholds, rel=0.01)
 
 
 @pytest.mark.parametrize("method", ["cats", "teal"])
@@ -320,7 +297,7 @@ def test_the_layers_are_known_to_profile_sparsify_and_report_and_say_that_they_a
     assert torch.equal(answer(model), answer(llama()))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("GPT-2", "OPT")])
+@pytest.mark.parametrize("name", ["Llama", "Phi-3", "ours, plain GELU", "ours, squared ReLU"])
 def test_profile_counts_the_hidden_values_that_thresholds_keep(name):
     model = MODELS[name]()
     tl.thresholds(model, tokens(), 0.6, method="teal").apply(model)
@@ -351,7 +328,7 @@ def test_inputs_with_thresholds_are_not_swapped_without_a_word():
 
 @BOTH
 def test_a_thresholded_model_compiles_as_one_graph(method):
-    model = llama()
+    model = llama(num_hidden_layers=1)
     after = answer(tl.thresholds(model, tokens(), 0.6, method=method).apply(model))
     torch._dynamo.reset()
     assert torch.equal(answer(torch.compile(model, backend="eager", fullgraph=True)), after)
@@ -430,13 +407,9 @@ def test_a_file_that_holds_no_thresholds_is_not_written(save, tmp_path):
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"format": "something"}, "'format' is not"),
-        ({"version": 2}, "has version 2"),
         ({"method": "dice"}, "'method' is none of cats, teal"),
         ({"layers": []}, "'layers' is empty"),
         ({"layers": [{}]}, "'layers' 0 lacks 'activation'"),
-        ({"sparsity": -1}, "'sparsity' is -1"),
-        ({"more": 1}, "unknown field 'more'"),
         ({"method": "teal"}, "'thresholds' and 'density' of"),
     ],
 )
@@ -527,15 +500,6 @@ def test_models_that_cannot_be_calibrated(make, said):
         tl.thresholds(make(), tokens(), 0.5)
 
 
-def test_layers_can_be_left_out():
-    model = quantised()
-    found = tl.thresholds(model, tokens(), 0.5, only=lambda name, _: name == "model.layers.0.mlp")
-    assert [layer.name for layer in found.layers] == ["model.layers.0.mlp"]
-    assert len(lossy_parts(found.apply(model))) == 1
-    with pytest.raises(InputError, match="no feed-forward layer in LlamaForCausalLM that `only` takes"):
-        tl.thresholds(model, tokens(), 0.5, only=lambda *_: False)
-
-
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -549,6 +513,7 @@ def test_layers_can_be_left_out():
         ({"batches": []}, "batches is empty"),
         ({"batches": [tokens(0)]}, "'layers.0.mlp' saw no token"),
         ({"only": 1}, "only is 1"),
+        ({"only": lambda *_: False}, "no feed-forward layer in LanguageModel that `only` takes"),
     ],
 )
 def test_wrong_arguments(change, said):
@@ -567,12 +532,6 @@ def test_experts_beside_other_layers_are_passed_over():
         tl.thresholds(nn.Sequential(experts), tokens(), 0.5)
 
 
-@pytest.mark.parametrize("threshold", [-1, math.inf, math.nan, True, "0.5", None])
-def test_a_threshold_that_is_none(threshold):
-    with pytest.raises(InputError, match="threshold is"):
-        Lossy(threshold)
-
-
 @pytest.mark.parametrize("make", [opt, gpt2])
 def test_inputs_with_thresholds_in_a_block_are_dense(make):
     model = make()
@@ -588,15 +547,3 @@ def test_a_model_that_is_sparse_by_itself_is_not_called_lossy():
     assert "nothing is changed" in said and LOSSY not in said
     cut = replace(layer, thresholds={"activation": 0.1})
     assert LOSSY in str(tl.Thresholds("cats", 0.5, False, 100, [cut]))
-
-
-def test_a_token_that_the_model_does_not_know_is_told_by_calibration_and_loss():
-    model = llama()
-    ids = torch.arange(12).view(3, 4)
-    known = model.get_input_embeddings().num_embeddings
-    with pytest.raises(InputError, match=f"batch 0 has the token {known}; accepted by this model: 0 to {known - 1}"):
-        tl.thresholds(model, ids + known - 11)
-    chosen = tl.thresholds(model, ids)
-    with pytest.raises(InputError, match=f"batch 0 has the token {known}; accepted by this model: 0 to {known - 1}"):
-        chosen.loss(model, ids + known - 11)
-    assert "lossy" not in str(model)

@@ -8,7 +8,8 @@ from urllib.parse import urlencode
 import pytest
 
 from twell_lab.core import InputError, StackError, TextError
-from twell_lab.training.text import load, source
+from twell_lab.training.text import source
+from twell_lab.training.text.prepared import load_any
 
 DOCUMENTS = ["First, Straße.", "second\nwith two lines\n", "", "third"]
 JOINED = "First, Straße.\n\nsecond\nwith two lines\n\n\nthird\n\n".encode()
@@ -35,7 +36,7 @@ def folder(request, tmp_path, library):
 
 
 def from_hub(dataset, **parts):
-    return load.load_any(f"hf:{dataset}?{urlencode(parts)}" if parts else f"hf:{dataset}")
+    return load_any(f"hf:{dataset}?{urlencode(parts)}" if parts else f"hf:{dataset}")
 
 
 def test_a_folder_is_its_documents_in_order(folder):
@@ -78,14 +79,14 @@ def test_what_the_parts_of_a_name_mean(rest, parts):
 )
 def test_wrong_names_are_refused(spec, words):
     with pytest.raises(InputError, match=words):
-        load.load_any(spec)
+        load_any(spec)
 
 
 @pytest.mark.parametrize(
     "parts, words",
     [
-        ({"column": "body"}, "no column 'body'.*'text', 'number'"),
-        ({"column": "number"}, "holds a int in 'number'"),
+        ({"column": "body"}, "no text in 'body'.*'text', 'number'"),
+        ({"column": "number"}, "no text in 'number'"),
         ({"split": "test"}, "letters.*split 'test'"),
         ({"subset": "small"}, "letters.*subset 'small'"),
     ],

@@ -17,7 +17,7 @@ from twell_lab.app import cli
 from twell_lab.core import LOCK, InputError, TextError
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
-from twell_lab.training.text import load, prepared, source
+from twell_lab.training.text import prepared, source, tokenizer
 from twell_lab.training.text.source import BYTES
 
 FILES = ["tokenizer.json", "tokens.bin", "twell-lab-text.json"]
@@ -45,8 +45,8 @@ def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
     whole = source.load(folder)
     text = prepared.prepare(folder, tmp_path / "out", tokenizer=tokenizer)
     assert bytes_of(text) == (raw := whole.data.numpy().tobytes())
-    assert text.describe() == whole.read_as(text.tokenizer).describe()
-    assert torch.equal(text.tokens, whole.read_as(text.tokenizer).tokens)
+    assert text.describe() == prepared.load_any(whole, tokenizer=text.tokenizer).describe()
+    assert torch.equal(text.tokens, prepared.load_any(whole, tokenizer=text.tokenizer).tokens)
     maps = Path("/proc/self/maps")
     assert not maps.exists() or str(tmp_path / "out" / "tokens.bin") in maps.read_text()  # mapped, not read
     training, validation = text.split()
@@ -73,23 +73,24 @@ def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk)
 @pytest.mark.parametrize("sample", [1, 1000, 10**9])
 def test_a_bpe_learns_nothing_from_what_is_held_out(folder, tmp_path, monkeypatch, sample):
     pytest.importorskip("tokenizers")
-    learned, real = [], prepared.train_tokenizer
+    learned, real = [], tokenizer.train
     monkeypatch.setattr(prepared, "SAMPLE", sample)
-    monkeypatch.setattr(prepared, "train_tokenizer", lambda some, size: learned.append(some) or real(some, size))
+    monkeypatch.setattr(tokenizer, "train", lambda some, size: learned.append(some) or real(some, size))
     text = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
     raw = source.load(folder).data.numpy().tobytes()
     (some,) = learned
     assert some.size <= text.cut[0] and some.data.numpy().tobytes() == raw[: some.size] and bytes_of(text) == raw
 
 
-def test_long_files_come_in_pieces_that_the_encoder_would_make_itself(tmp_path):
+def test_long_files_come_in_pieces_that_the_encoder_would_make_itself(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
-    lines = b"".join(b"line %d of a long file, caf\xc3\xa9\n" % number for number in range(60_000))
-    (tmp_path / "long.txt").write_bytes(lines + b"x" * 300_000 + b"\xe2\x82\xac" * 100_000)
+    monkeypatch.setattr(tokenizer, "CHUNK", 1024)
+    lines = b"".join(b"line %d of a long file, caf\xc3\xa9\n" % number for number in range(600))
+    (tmp_path / "long.txt").write_bytes(lines + b"x" * 5000 + b"\xe2\x82\xac" * 1500)
     text = prepared.prepare(tmp_path / "long.txt", tmp_path / "out", tokenizer="bpe:300")
-    whole = source.load(tmp_path / "long.txt").read_as(text.tokenizer)
+    whole = prepared.load_any(tmp_path / "long.txt", tokenizer=text.tokenizer)
     assert torch.equal(text.tokens, whole.tokens) and text.sha256 == whole.sha256
-    (tmp_path / "binary").write_bytes(b"a" * 2**20 + b"\0")
+    (tmp_path / "binary").write_bytes(b"a" * 5000 + b"\0")
     with pytest.raises(TextError, match="binary has 0 bytes"):
         prepared.prepare(tmp_path / "binary", tmp_path / "none")
 
@@ -124,10 +125,10 @@ def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
     pytest.importorskip("tokenizers")
     text = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
     for same in (None, f"bpe:{text.vocabulary}", text.tokenizer, tmp_path / "out" / "tokenizer.json"):
-        assert load.load_any(tmp_path / "out", tokenizer=same).tokenizer == text.tokenizer
+        assert prepared.load_any(tmp_path / "out", tokenizer=same).tokenizer == text.tokenizer
     for other in ("bytes", "bpe:999", BYTES):
         with pytest.raises(InputError, match="the text 'poems' was prepared with another of"):
-            load.load_any(tmp_path / "out", tokenizer=other)
+            prepared.load_any(tmp_path / "out", tokenizer=other)
 
 
 # What is refused
@@ -139,7 +140,7 @@ def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_pat
     mine.mkdir()
     (mine / "tokens.bin").write_bytes(b"of somebody else")
     for spec, into, words in (
-        (folder, out, "out is .* which holds 'tokenizer.json'; accepted: a new folder"),
+        (folder, out, "out is .* which holds 'tokenizer.json'; accepted"),
         (out, tmp_path / "again", "is a prepared text already"),
         (folder, mine, "which holds 'tokens.bin'; accepted"),
         (folder, mine / "tokens.bin" / "out", "cannot be written"),
@@ -192,7 +193,7 @@ def test_what_is_damaged_is_named(folder, tmp_path, damage):
         changed = {"another format": {"format": 2}, "another tokenizer": {"tokenizer": "0" * 64}}.get(damage, {})
         manifest.write_text({"no json": "{", "a list": "[]"}.get(damage) or json.dumps(fields | changed))
     with pytest.raises(TextError, match=str(out)):
-        load.load_any(out)
+        prepared.load_any(out)
 
 
 def test_the_command(folder, tmp_path, capsys):

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twell_lab.core import InputError, StackError, TextError
-from twell_lab.training.text import load, source, tokenizer
+from twell_lab.training.text import source, tokenizer
+from twell_lab.training.text.prepared import load_any
 from twell_lab.training.text.source import BYTES
 from twell_lab.training.text.tokenizer import BPE
 
@@ -45,7 +46,7 @@ def test_bytes_are_their_own_tokens(tmp_path):
 
 
 def test_a_trained_tokenizer_has_the_size_asked_for_and_shortens_the_text(trained, library_text):
-    read = library_text.read_as(trained)
+    read = load_any(library_text, tokenizer=trained)
     assert trained.vocabulary == read.vocabulary == 600 and read.tokens.dtype == torch.int16
     assert 1.5 < read.size / len(read.tokens) < 4 and read.tokens.max() < 600 and read.tokens.min() >= 0
     assert trained.decode(read.tokens) == library_text.data.numpy().tobytes()
@@ -55,11 +56,11 @@ def test_a_trained_tokenizer_has_the_size_asked_for_and_shortens_the_text(traine
 
 
 def test_a_tokenizer_comes_back_from_disk_and_from_a_copy(trained, library_text, tmp_path):
-    tokens = library_text.read_as(trained).tokens
+    tokens = load_any(library_text, tokenizer=trained).tokens
     loaded = tokenizer.load(trained.save(tmp_path / "tokenizer.json"))
     assert loaded == trained and loaded.sha256 == trained.sha256
     for other in (loaded, copy.deepcopy(trained)):
-        assert torch.equal(library_text.read_as(other).tokens, tokens)
+        assert torch.equal(load_any(library_text, tokenizer=other).tokens, tokens)
     assert list(tmp_path.iterdir()) == [tmp_path / "tokenizer.json"]
 
 
@@ -68,7 +69,7 @@ def test_transformers_reads_the_file_alike(trained, tmp_path):
     path = trained.save(tmp_path / "tokenizer.json")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     sentence = "def fire(gate):\n    return gate > 0  # Straße\n"
-    assert theirs(sentence)["input_ids"] == of(sentence.encode()).read_as(trained).tokens.tolist()
+    assert theirs(sentence)["input_ids"] == load_any(of(sentence.encode()), tokenizer=trained).tokens.tolist()
 
 
 _TEXTS = st.text(max_size=20).map(lambda some: some.encode("utf-8", "surrogatepass"))
@@ -77,9 +78,9 @@ _TEXTS = st.text(max_size=20).map(lambda some: some.encode("utf-8", "surrogatepa
 @given(st.lists(st.one_of(st.binary(max_size=40), _TEXTS), max_size=6))
 def test_any_bytes_come_back(trained, pieces):
     pieces = [piece for piece in pieces if piece] or [b"\xff"]
-    sample = source.of_pieces("made up", pieces).read_as(trained)
+    sample = load_any(source.of_pieces("made up", pieces), tokenizer=trained)
     assert trained.decode(sample.tokens) == b"".join(pieces)
-    alone = [of(piece).read_as(trained).tokens for piece in pieces]
+    alone = [load_any(of(piece), tokenizer=trained).tokens for piece in pieces]
     assert torch.equal(sample.tokens, torch.cat(alone))  # no token reaches into the next file
 
 
@@ -90,7 +91,7 @@ LONG += [b"\xf0\x9f\x98\x80" * 200 + b"\x80" * 200]
 @pytest.mark.parametrize("content", LONG, ids=lambda content: str(content[:4]))
 def test_long_files_are_cut_without_loss(trained, monkeypatch, content):
     monkeypatch.setattr(tokenizer, "CHUNK", 64)
-    sample = of(content).read_as(trained)
+    sample = load_any(of(content), tokenizer=trained)
     assert trained.decode(sample.tokens) == content and sample.tokens.dim() == 1
     assert all(len(piece) <= 2 * 64 for piece in tokenizer.pieces(io.BytesIO(content)))
 
@@ -98,13 +99,13 @@ def test_long_files_are_cut_without_loss(trained, monkeypatch, content):
 def test_load_any_takes_what_a_command_line_says(trained, tmp_path):
     (tmp_path / "some.txt").write_bytes(WORDS * 50)
     path = str(tmp_path / "some.txt")
-    assert load.load_any(path).tokenizer == BYTES and load.load_any(path, tokenizer="bytes").size == len(WORDS) * 50
-    whole = load.load_any(path, tokenizer="bpe:280")
+    assert load_any(path).tokenizer == BYTES and load_any(path, tokenizer="bytes").size == len(WORDS) * 50
+    whole = load_any(path, tokenizer="bpe:280")
     assert whole.vocabulary == 280 and whole.tokenizer == tokenizer.train(source.load(path).split()[0], 280)
     saved = trained.save(tmp_path / "tokenizer.json")
     for given_as in (saved, str(saved), trained):
-        assert load.load_any(path, tokenizer=given_as).tokenizer == trained
-    assert load.load_any(whole) is whole and load.load_any(whole, tokenizer="bytes").tokenizer == BYTES
+        assert load_any(path, tokenizer=given_as).tokenizer == trained
+    assert load_any(whole) is whole and load_any(whole, tokenizer="bytes").tokenizer == BYTES
 
 
 # What is refused
@@ -113,7 +114,7 @@ def test_load_any_takes_what_a_command_line_says(trained, tmp_path):
 @pytest.mark.parametrize("name", ["bpe:", "bpe:many", "bpe:255", "bpe:1048577", "nowhere.json"])
 def test_wrong_tokenizers_are_refused_by_name(trained, name):
     with pytest.raises(TextError if "nowhere" in name else InputError, match=name):
-        load.load_any(of(WORDS), tokenizer=name)
+        load_any(of(WORDS), tokenizer=name)
 
 
 def test_files_that_hold_no_tokenizer_are_refused(trained, tmp_path):
@@ -121,8 +122,6 @@ def test_files_that_hold_no_tokenizer_are_refused(trained, tmp_path):
         (tmp_path / "tokenizer.json").write_bytes(content)
         with pytest.raises(TextError, match=words):
             tokenizer.load(tmp_path / "tokenizer.json")
-    with pytest.raises(InputError, match="missing"):
-        trained.save(tmp_path / "missing" / "tokenizer.json")
 
 
 def test_a_tokenizer_that_loses_something_is_refused(trained):
@@ -136,7 +135,7 @@ def test_a_tokenizer_that_loses_something_is_refused(trained):
 
 def test_without_the_library_bytes_still_work_and_a_bpe_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert load.load_any(of(WORDS), tokenizer="bytes").tokens.numel() == len(WORDS)
-    for refused in (lambda: load.load_any(of(WORDS), tokenizer="bpe:300"), lambda: BPE("{}")):
+    assert load_any(of(WORDS), tokenizer="bytes").tokens.numel() == len(WORDS)
+    for refused in (lambda: load_any(of(WORDS), tokenizer="bpe:300"), lambda: BPE("{}")):
         with pytest.raises(StackError, match="pip install tokenizers"):
             refused()

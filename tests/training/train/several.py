@@ -3,37 +3,35 @@ time.
 
     torchrun ... tests/training/train/several.py DEVICE '[[["--steps=12", "--out=..."], 0], ...]'
 
-Each run is given by its options and the exit status that it is to end with. With 130 it is interrupted, as if Ctrl-C
-came before the fourth row of its history. Process N writes the names of the kernels that it launched into
-kernels-N.json in the run's folder."""
+Each run is given by its options and the exit status that it is to end with. With 130 the second process gets a Ctrl-C
+at the fourth row of the history. Process N writes the names of the kernels that it launched into kernels-N.json in the
+run's folder."""
 
 import importlib
 import json
 import runpy
+import signal
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 from twell_lab.cuda import launch
 from twell_lab.training.parallel import joined
 
 trainer = importlib.import_module("twell_lab.training.loop")  # the module: the package's `train` is the function
-stopping = trainer.stopping
+real_row = trainer._row
 
 
-class Signals:
-    """Signals of which one has come at the fourth row, where the processes ask for the fourth time."""
-
-    asked = 0
-
-    def __bool__(self):
-        self.asked += 1
-        return self.asked >= 4
-
-
-def run(options, status, names):
+def run(options, status, rank, names):
     names.clear()
-    trainer.stopping = (lambda *_: nullcontext(Signals())) if status == 130 else stopping
+    rows = []
+
+    def row(*arguments):
+        rows.append(real_row(*arguments))
+        if status == 130 and rank == 1 and len(rows) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return rows[-1]
+
+    trainer._row = row
     sys.argv = ["twell-lab", "train", *options]
     try:
         runpy.run_module("twell_lab", run_name="__main__")
@@ -51,8 +49,8 @@ def main(device, asked):
     launch.Call.__call__ = called
     with joined(device) as world:
         for options, status in asked:
-            run(options, status, names)
-            out = Path(next(each for each in options if each.startswith("--out=")).removeprefix("--out="))
+            run(options, status, world.rank, names)
+            out = Path(next(option for option in options if option.startswith("--out=")).removeprefix("--out="))
             if out.is_dir():
                 (out / f"kernels-{world.rank}.json").write_text(json.dumps(sorted(names)))
 

@@ -23,7 +23,7 @@ from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, loop, parallel
 from twell_lab.training import run as running
 from twell_lab.training.loop import initial_model, train
-from twell_lab.training.text import load
+from twell_lab.training.text.prepared import load_any
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -86,37 +86,33 @@ def test_more_steps_go_on(tiny, curve, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:100000 steps")
-def test_a_run_that_was_killed_or_interrupted_goes_on_bit_for_bit(tiny, curve, tmp_path, some_text):
-    """By SIGKILL, SIGINT and SIGTERM, at whatever point the run happens to be: once it runs, a signal saves it."""
+def test_a_run_that_was_interrupted_goes_on_bit_for_bit(tiny, curve, tmp_path, some_text):
+    """By Ctrl-C in a process of its own, at whatever step it is, and then by SIGTERM in this one."""
     text, out = tmp_path / "text.py", tmp_path / "out"
     text.write_bytes(some_text.data.numpy().tobytes())
-    config = tiny(text=text, steps=100_000, checkpoint_every=5)
-    step = 0
+    config = tiny(text=text, steps=100_000)
+    command = [sys.executable, "-m", "twell_lab", "train", "--text", text, "--out", out, *options(config)]
     pipes = dict(env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for number in (signal.SIGKILL, *SIGNALS):
-        asked = ["--resume", out] if step else ["--text", text, "--out", out, *options(config)]
-        (out / "metrics.jsonl").unlink(missing_ok=True)
-        with subprocess.Popen([sys.executable, "-m", "twell_lab", "train", *asked], **pipes) as process:
-            wait_for_rows(process, out, step // 2 + 20)
-            process.send_signal(number)
-            printed, told = process.communicate(timeout=600)
-        if number != signal.SIGKILL:
-            assert process.returncode == 130 and printed == "" and "Traceback" not in told
-            assert f"to go on: python -m twell_lab train --resume {out}" in told.splitlines()[-1]
-            assert checkpoint.load(out)["step"] > step and LanguageModel.load(out)
-        step = checkpoint.load(out)["step"]
-        same_as_unbroken(config, out, step, curve)
+    with subprocess.Popen(command, **pipes) as process:
+        wait_for_rows(process, out, 20)
+        process.send_signal(signal.SIGINT)
+        printed, told = process.communicate(timeout=600)
+    assert process.returncode == 130 and printed == "" and "Traceback" not in told
+    assert f"to go on: python -m twell_lab train --resume {out}" in told.splitlines()[-1]
+    end = checkpoint.load(out)["step"] + 6
+    assert end > 40 and LanguageModel.load(out)
 
+    def terminate(row):
+        if row["step"] == end // 2 * 2:
+            signal.raise_signal(signal.SIGTERM)
 
-def same_as_unbroken(config, folder, step, curve) -> None:
-    histories = []
-    for how in ({"resume": folder, "out": folder.with_name(f"other-{step}")}, {}):
-        rows = list(checkpoint.load(folder)["history"]) if how else []
-        with pytest.raises(Enough):
-            both = lambda row, rows=rows: (rows.append(row), until(step + 6)(row))  # noqa: E731
-            train(config, **how, progress=False, on_step=both)
-        histories.append(curve(rows))
-    assert histories[0] == histories[1] and rows[-1]["step"] >= step + 6
+    with pytest.raises(checkpoint.Interrupted):
+        train(config, resume=out, progress=False, on_step=terminate)
+    rows = []
+    with pytest.raises(Enough):
+        train(config, progress=False, on_step=lambda row: (rows.append(row), until(end)(row)))
+    saved = curve(checkpoint.load(out)["history"])
+    assert saved[-1]["step"] >= end - 1 and saved == curve(rows)[: len(saved)]
 
 
 def test_what_a_folder_holds_after_a_run(unbroken):
@@ -173,7 +169,7 @@ def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypa
 
 def test_a_tokenizer_named_by_a_path_is_the_same_when_resumed(tiny, some_text, tmp_path):
     pytest.importorskip("tokenizers")
-    path = load.load_any(some_text, tokenizer="bpe:280").tokenizer.save(tmp_path / "own.json")
+    path = load_any(some_text, tokenizer="bpe:280").tokenizer.save(tmp_path / "own.json")
     broken_off(tiny(tokenizer=path, checkpoint_every=2), tmp_path / "out", 4)
     assert train(tiny(tokenizer=path), resume=tmp_path / "out", progress=False).history[-1]["step"] == 12
 
@@ -235,7 +231,6 @@ def test_a_second_training_into_a_folder_is_refused(tiny, tmp_path):
 @pytest.mark.parametrize(
     "changes, seconds, share, saved",
     [
-        ({}, 300, 10, [12]),
         ({}, 0, 0, [*range(1, 13)]),
         ({}, 0, 10**6, [1, 12]),  # a save that takes long is not made all the time
         ({"checkpoint_every": 0}, 0, 0, [12]),
@@ -255,9 +250,7 @@ def test_a_run_is_saved_every_few_minutes(tiny, tmp_path, monkeypatch, changes, 
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "name, value", [("lr", 1e-3), ("l1", 0.0), ("dead_every", 4), ("seed", 1), ("d_ff", 48), ("gated", False)]
-)
+@pytest.mark.parametrize("name, value", [("lr", 1e-3), ("dead_every", 4), ("d_ff", 48), ("gated", False)])
 def test_other_hyper_parameters_are_named_with_both_values(tiny, unbroken, name, value):
     result, folder = unbroken
     was = getattr(result.config, name)
@@ -280,7 +273,7 @@ def test_a_run_or_a_model_is_not_written_over(tiny, unbroken, tmp_path, capsys):
         train(tiny(**FULL), out=folder, progress=False)
     assert before == files(folder)
     result.model.save(tmp_path)
-    with pytest.raises(InputError, match="holds a model; accepted: .*another folder"):
+    with pytest.raises(InputError, match="holds a model; accepted: .*another"):
         train(tiny(), out=tmp_path, progress=False)
     assert cli.main(["train", "--resume", str(folder), "--lr", "0.5"]) == 2
     assert "lr is 0.5, and 0.08 in the checkpoint" in capsys.readouterr().err
@@ -311,7 +304,7 @@ def test_a_folder_inside_of_the_text_is_refused(tiny, some_text, tmp_path):
 # A loss that is no number
 
 
-@pytest.mark.parametrize("what", ["gradient", "validation", "off", "sparse", "auto"])
+@pytest.mark.parametrize("what", ["gradient", "validation", "off", "sparse"])
 def test_what_is_not_finite_ends_a_run_and_the_checkpoint_before_stays(tiny, tmp_path, monkeypatch, what):
     """The norm of a gradient, a validation, or a weight with these kernels, whatever the loss is."""
     clip, step, calls = torch.nn.utils.clip_grad_norm_, loop._step, []
@@ -320,8 +313,8 @@ def test_what_is_not_finite_ends_a_run_and_the_checkpoint_before_stays(tiny, tmp
         calls.append(1)
         return clip(*arguments, **options) * (math.nan if len(calls) == 4 else 1)
 
-    def spoil(run, number, count):
-        numbers = step(run, number, count)
+    def spoil(run, number):
+        numbers = step(run, number)
         if number == 4:
             with torch.no_grad():
                 run.layers[0].up.weight[3] = math.nan

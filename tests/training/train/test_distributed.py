@@ -1,9 +1,9 @@
-"""Several processes: two of them, started by torchrun, train what one trains, replicated and sharded."""
+"""Several processes: two of them, started by torchrun, train what one trains, replicated and sharded. What torchrun
+does when it is told to end itself is in tests/nightly/test_processes.py."""
 
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.train.interrupting import assert_saves_once, wait_for_rows
-from tests.training.train.small_runs import SMALL, options
+from tests.training.train.small_runs import options
 from twell_lab.core import DeviceError, InputError
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, parallel
@@ -33,9 +32,7 @@ RUNS = {
     "ddp-sparse": {"parallel": "ddp", "kernels": "sparse"},
     "fsdp-sparse": {"parallel": "fsdp", "kernels": "sparse"},
 }
-STOPPED = {
-    f"{name}-stopped": how for name, how in RUNS.items() if name != "ddp"
-}  # the same, interrupted at their fourth row
+STOPPED = {f"{name}-stopped": RUNS[name] for name in ("fsdp", "ddp-sparse")}  # one process gets a Ctrl-C
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +87,7 @@ def test_their_model_and_checkpoint_are_whole(runs, alone, parallel):
 def test_one_process_goes_on_where_two_stopped(runs, alone, name):
     """Saved by two in the middle of a run, resumed by one: its last steps are those of the run that one made."""
     state = checkpoint.load(runs[0][name])
-    assert 1 < state["step"] < runs[1].steps
+    assert state["step"] == 8
     result = train(
         dataclasses.replace(runs[1], kernels=STOPPED[name].get("kernels", "off")), resume=runs[0][name], progress=False
     )
@@ -102,42 +99,9 @@ def test_one_process_goes_on_where_two_stopped(runs, alone, name):
         torch.testing.assert_close(weight, other, rtol=1e-3, atol=1e-4)
 
 
-def started(out, *more):
-    """Two processes that train for a long time."""
-    command = [*TORCHRUN, "-m", "twell_lab", "train", "--steps=100000", *SMALL, "--out", out, *more]
-    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, **pipes, start_new_session=True, env=ENVIRONMENT)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_processes_agree_where_to_stop_and_save(tmp_path, number):
-    out = tmp_path / "out"
-    with started(out) as stopped:
-        assert_saves_once(stopped, out, 100_000, number)
-    assert not list(out.glob(".*"))  # nobody has it any more
-
-
-def test_where_one_of_several_processes_is_killed_the_others_end_and_what_was_saved_is_there(tmp_path):
-    """torchrun tells the others to stop, and without the killed one they can't agree to."""
-    out = tmp_path / "out"
-    with started(out, "--checkpoint-every=10") as stopped:
-        wait_for_rows(stopped, out)
-        children = Path(f"/proc/{stopped.pid}/task/{stopped.pid}/children")
-        if not children.exists():
-            os.killpg(stopped.pid, signal.SIGKILL)
-            pytest.skip("the kernel does not list the children of a process")
-        (other,) = [
-            int(number)
-            for number in children.read_text().split()
-            if b"RANK=1" in Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
-        ]
-        os.kill(other, signal.SIGKILL)
-        stopped.communicate(timeout=600)
-    assert stopped.returncode and checkpoint.load(out)["step"] >= 10
-
-
 def test_only_the_first_process_prints(runs):
     assert runs[2].count("bits per byte") == len(RUNS)
+    assert runs[3].count("twell-lab: stopped after step 8 of 12") == len(STOPPED)
 
 
 # What is refused

@@ -24,11 +24,10 @@ from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import train as operator
 from twell_lab.training import run as running
-from twell_lab.training.config import TrainResult
+from twell_lab.training.config import TrainResult, l1_coefficient
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import Objective, bits_per_byte, cross_entropy, hidden_activations
-from twell_lab.training.schedule import l1_coefficient
-from twell_lab.training.text import load
+from twell_lab.training.text.prepared import load_any
 from twell_lab.training.text.source import random_windows, spread_windows
 
 PLAIN = dict(activation="relu2", gated=False)
@@ -147,10 +146,10 @@ def test_an_objective_leaves_validations_alone(tiny):
     measured = Objective(model)
     windows = torch.randint(256, (2, 17))
     model(windows[:, :-1])
-    assert measured.seen == [[], []]
-    loss, numbers, *by_layer = measured(windows, None, False)
-    assert loss.requires_grad and numbers[1] == 0 and measured.seen == [[], []]
-    assert [each.numel() for each in by_layer] == [0] * 5
+    assert measured.told == [[], []]
+    loss, numbers, *by_layer = measured(windows, None)
+    assert loss.requires_grad and numbers[1] == 0 and measured.told == [[], []]
+    assert [each.numel() for each in by_layer] == [2] * 5
 
 
 # L1 and dead neurons
@@ -160,8 +159,8 @@ DYING = dict(l1=1.0, lr=0.08, warmup=2, steps=40, dead_window=60, log_every=1)
 
 def test_the_coefficient_waits_and_then_climbs(tiny):
     config = tiny(l1=2.0, l1_delay=3, l1_warmup=4)
-    assert [l1_coefficient(config, step) for step in range(1, 10)] == [0, 0, 0, 0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-    assert l1_coefficient(tiny(l1=2.0), 1) == 2.0
+    assert [l1_coefficient(2.0, 3, 4, step) for step in range(1, 10)] == [0, 0, 0, 0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert [l1_coefficient(2.0, 1, 0, step) for step in (1, 2)] == [0, 2.0]
     terms = [row["l1_term"] / (sum(row["l1_layers"]) / 2) for row in train(config, progress=False).history]
     assert terms == pytest.approx([0, 0, 0.5, 1.5, 2.0, 2.0, 2.0], abs=1e-5)
 
@@ -231,7 +230,7 @@ def test_bits_per_byte_count_the_bytes_that_were_predicted(tiny, some_text):
     """Not those of the whole held-out text: few windows may hold longer tokens, or shorter ones."""
     pytest.importorskip("tokenizers")
     config = tiny(tokenizer="bpe:600", eval_windows=3)
-    whole = load.load_any(some_text, tokenizer="bpe:600")
+    whole = load_any(some_text, tokenizer="bpe:600")
     held_out, lengths = whole.split()[1], whole.tokenizer.lengths
     windows = spread_windows(held_out.tokens, 3, 16)
     model = initial_model(config, 600)

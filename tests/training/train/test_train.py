@@ -11,9 +11,9 @@ import torch
 from twell_lab.core import DeviceError, InputError, TextError
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
+from twell_lab.training.config import learning_rate
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy, hidden_activations, l1_penalty
-from twell_lab.training.schedule import learning_rate
 from twell_lab.training.text.source import Text, random_windows
 
 # The loss

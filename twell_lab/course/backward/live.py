@@ -5,52 +5,22 @@ Data in, data out, nothing drawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from ...analysis import costs, switching
-from ...analysis.switching import break_even
-from ...core import InputError
+from ...analysis import switching
 from ...layers.find import feed_forwards
-from ...layers.terms import LayerTerm, layer_terms
+from ...layers.terms import layer_terms
 from ...models.swap import sparsify
-from ...ops.reference import GatedFeedForward
-from ...training.config import TrainConfig
+from ...training.config import TrainConfig, learning_rate
 from ...training.loop import initial_model
 from ...training.objective import cross_entropy
-from ...training.schedule import learning_rate
 from ...training.text.source import random_windows
 from .. import notebook
-from ..roofline.data import Rates
 from .data import saved_tensors
-
-
-def small_layer(d_model: int, d_ff: int, seed: int = 0) -> nn.Module:
-    """A gated layer of float32, its weights drawn at random."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return GatedFeedForward(d_model, d_ff)
-
-
-def start(config: TrainConfig, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer, Iterator[Tensor]]:
-    """(model, optimizer, windows) before the first step: every feed-forward layer is a SparseFFN on its dense path.
-
-    windows never ends and yields int64 [batch, context + 1] of the training part of config.text, which must be a Text.
-    """
-    model = sparsify(initial_model(config), "twell").to(device)
-    for layer in feed_forwards(model):
-        layer.module.learn("dense")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    return model, optimizer, _windows(config, device)
-
-
-def _windows(config: TrainConfig, device: str) -> Iterator[Tensor]:
-    data, order = config.text.split()[0].data.to(device), torch.Generator().manual_seed(config.seed)
-    while True:
-        yield random_windows(data, config.batch, config.context, order)
 
 
 def sixteen_bits(device: str):
@@ -58,16 +28,26 @@ def sixteen_bits(device: str):
     return torch.autocast("cuda", notebook.sixteen_bits(device)) if device == "cuda" else nullcontext()
 
 
+def windows_of(config: TrainConfig, device: str) -> Iterator[Tensor]:
+    """Yield int64 [batch, context + 1] of the training part of config.text, which must be a Text, without an end."""
+    data, order = config.text.split()[0].data.to(device), torch.Generator().manual_seed(config.seed)
+    while True:
+        yield random_windows(data, config.batch, config.context, order)
+
+
 def train(
     config: TrainConfig, device: str, limit: float, every: int = 10
 ) -> tuple[nn.Module, Iterator[Tensor], list[dict]]:
-    """(model, windows, history): a run of config.steps in which a layer is sparse while fewer than `limit` fire.
+    """(model, windows, history): a run of config.steps that begins with every layer on its dense path.
 
-    Every `every` steps, `switching.switch` compares what the layers' terms counted since the last time with the limit.
-    history: rows {step, nnz and paths (by layer), bytes (kept by autograd in this step)}.
-    """
-    model, optimizer, windows = start(config, device)
-    history, recent = [], []
+    Every `every` steps, `switching.switch` compares how many neurons fired since the last time with `limit`: a layer is
+    sparse while fewer do. history: rows {step, nnz and paths (by layer), bytes (kept by autograd)}."""
+    model = sparsify(initial_model(config), "twell").to(device)
+    layers = [layer.module for layer in feed_forwards(model)]
+    for layer in layers:
+        layer.learn("dense")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    windows, history, recent = windows_of(config, device), [], []
     for step in range(1, config.steps + 1):
         optimizer.param_groups[0]["lr"] = learning_rate(config, step)
         with layer_terms(model) as terms, saved_tensors(model) as saved, sixteen_bits(device):
@@ -77,45 +57,15 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         optimizer.zero_grad()
-        recent.append(terms)
+        recent.append([term.nnz for term in terms])
         if step % every == 0:
-            mean, recent = averaged(recent), []
-            switching.switch(model, mean, below=limit)
-            history.append(
-                {
-                    "step": step,
-                    "nnz": [float(term.nnz) for term in mean],
-                    "bytes": sum(tensor["bytes"] for tensor in saved),
-                    "paths": [layer.module.learning for layer in feed_forwards(model)],
-                }
-            )
+            means = [torch.stack(nnz).mean() for nnz in zip(*recent, strict=True)]
+            terms, recent = [term._replace(nnz=nnz) for term, nnz in zip(terms, means, strict=True)], []
+            switching.switch(model, terms, below=limit)
+            row = {"step": step, "nnz": [float(nnz) for nnz in means]}
+            row["bytes"] = sum(tensor["bytes"] for tensor in saved)
+            history.append(row | {"paths": [layer.learning for layer in layers]})
     return model, windows, history
-
-
-def break_even_share(reached: Rates, d_model: int = 2048, d_ff: int = 5632) -> float:
-    """The share of firing neurons below which a training step is faster on the sparse path, at these rates.
-
-    Computed as in twell_lab.analysis.switching.
-    """
-    rates = costs.Rates(
-        device="a GPU", dtype="bfloat16", bandwidth=reached.memory, l2=reached.l2, matmul=reached.tensor, launch=0.0
-    )
-    return break_even(rates, d_model, d_ff) / d_ff
-
-
-def averaged(recent: list[list[LayerTerm]]) -> list[LayerTerm]:
-    """The terms of several forward passes as one, each number a mean."""
-    if not recent:
-        raise InputError("recent is empty; the terms of one forward pass or more are accepted")
-    return [
-        LayerTerm(each[0].name, *map(_mean, zip(*((term.l1.detach(), *term[2:]) for term in each), strict=True)))
-        for each in zip(*recent, strict=True)
-    ]
-
-
-def _mean(values: Iterable[Tensor | None]) -> Tensor | None:
-    known = [value for value in values if value is not None]
-    return torch.stack(known).mean() if known else None
 
 
 def gradients(model: nn.Module, windows: Tensor, path: str, l1: float) -> list[Tensor]:
@@ -135,11 +85,3 @@ def gradients(model: nn.Module, windows: Tensor, path: str, l1: float) -> list[T
     finally:
         for layer, was in zip(layers, before, strict=True):
             layer.learn(was)
-
-
-def furthest_apart(a: list[Tensor], b: list[Tensor]) -> float:
-    """The largest |a - b| / |b| over pairs of tensors."""
-    return max(
-        float((one.double() - two.double()).norm() / two.double().norm().clamp(min=1e-300))
-        for one, two in zip(a, b, strict=True)
-    )

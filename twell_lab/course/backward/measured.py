@@ -1,41 +1,27 @@
-"""Training steps for notebook 11: the recorded ones, and the reader's own beside them.
+"""Training steps for notebook 11: the recorded ones, and the reader's own. Nothing is drawn.
 
-Data in, data out, nothing drawn. Rows are those of kind "training" (twell_lab.bench.training): path ("dense eager",
-"dense compiled", "forced dense", "forced twell", "planned", "planned compiled"; of whole models also "planned, compiled
-by layer" and "forced twell compiled"), nnz, ms, x_dense, x_compiled, peak_bytes. Here each gets `where`: "recorded on
-<device>, <day>", or "yours, now, on <device>".
+Rows are those of kind "training" (twell_lab.bench.training): path ("dense eager", "dense compiled", "forced twell",
+"planned", "planned compiled"), nnz, ms, x_dense, x_compiled, peak_bytes. Here each has `where`: "recorded on <device>,
+<day>", or "yours, now, on <device>".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ... import records
 from ...ops import clock as clocks
+from ..charts import groups
 from ..notebook import sixteen_bits
-from ..recorded import GRAPH, LOGNORMAL, device_and_day, rows_of, same, short, timed_here
+from ..recorded import GRAPH, LOGNORMAL, newest, rows_of, same, timed_here
 
-NAME, KIND = "training", "training"
-COMMAND = "twell-lab record training"
-MISSING = (
-    f"No training step is recorded in this checkout. On a machine with a Hopper GPU, `{COMMAND}` makes the record."
-)
+KIND = "training"  # how the records' names begin, too
 TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
 SIZE = 2**-6  # of what comes from above: with 1, weights' gradients would pass what float16 holds, on GPUs that need it
 SPARSE = "forced twell"
 WHOLE = "whole step"
-BY_LAYER = "planned, compiled by layer"
-OURS = {
-    "planned": "x_dense",
-    "planned compiled": "x_compiled",
-    BY_LAYER: "x_compiled",
-    SPARSE: "x_dense",
-    f"{SPARSE} compiled": "x_compiled",
-}  # path -> the field that compares it with the dense layer run the same way
 KINDS = {
     LOGNORMAL: "a few neurons fire often",
     "independent, uniform": "all fire equally often",
@@ -45,156 +31,43 @@ KINDS = {
 
 
 def recorded(device: str = "H100") -> list[dict]:
-    """Steps of a layer on TOKENS tokens and of whole models that were recorded on a GPU with `device` in its name.
+    """Steps of layers on TOKENS tokens and of whole models that were recorded on a GPU with `device` in its name; of
+    equal measurements the newest."""
 
-    Layers: each kind of workload (KINDS) of one record, so that its times can be compared: of those with the most rows
-    of that kind to compare, the newest. Whole models: each compares with its own dense step, so that each is of the
-    newest record that timed it. [] if there is none.
-    """
-    layers: dict[str, tuple[int, list[dict]]] = {}
-    models: dict[tuple, list[dict]] = {}
-    for record in reversed(records.load_all()):
-        rows = [row for row in record.rows if _wanted(row) and device in row["device"]] if record.name == NAME else []
-        where = rows and f"recorded on {device_and_day(rows[0]['device'], record.date, records.stale(record))}"
-        kinds: dict[str, list[dict]] = {}
-        here: dict[tuple, list[dict]] = {}
-        for row in ({**row, "where": where} for row in rows):
-            kind = _kind(row)
-            if kind == WHOLE:
-                here.setdefault(_which(row), []).append(row)
-            elif kind:
-                kinds.setdefault(kind, []).append(row)
-        models = here | models
-        for kind, of_it in kinds.items():
-            covered = len(set(map(_which, of_it)))
-            if covered > layers.get(kind, (0, []))[0]:
-                layers[kind] = covered, of_it
-    ordered = (layers[kind][1] for kind in KINDS.values() if kind in layers)
-    return [row for rows in (*ordered, *models.values()) for row in rows]
+    def wanted(row: dict) -> bool:
+        known = row.get("kind") == KIND and row.get("nnz") is not None and not row["path"].endswith(GRAPH)
+        return known and (row["tokens"] == TOKENS or row["workload"].startswith(WHOLE))
+
+    return newest(KIND, device, wanted)
 
 
-def _which(row: dict) -> tuple[str, str]:
-    """Return what was timed, on whatever path."""
-    return row["workload"], f"{row['nnz']:.2g}"
-
-
-def _wanted(row: dict) -> bool:
-    if row.get("kind") != KIND or row.get("nnz") is None or row["path"].endswith(GRAPH):
-        return False
-    return row["tokens"] == TOKENS or row["workload"].startswith(WHOLE)
-
-
-def _kind(row: dict) -> str | None:
-    """Return what figures call the row's workload: of KINDS, or WHOLE; None for others."""
-    if row["workload"].startswith(WHOLE):
-        return WHOLE
-    workload = row["workload"]
-    return KINDS.get(workload) or KINDS.get(workload.split(":")[0].split(",")[0])
-
-
-def steps(rows: list[dict], workload: str = LOGNORMAL) -> list[dict]:
-    """The rows of one layer of TOKENS, D_MODEL and D_FF, by nnz; each gets `column`, its nnz rounded, as text."""
-    here = [
-        row
-        for row in rows
-        if row.get("workload") == workload and (row["tokens"], row["d_model"], row["d_ff"]) == (TOKENS, D_MODEL, D_FF)
-    ]
-    return sorted(({**row, "column": f"{row['nnz']:.0f}"} for row in here), key=lambda row: row["nnz"])
-
-
-def _lines(rows: list[dict]) -> list[dict]:
-    """One line for the rows of a workload and nnz: workload, nnz, choice, and the ms, x and MiB of each path."""
-    lines: dict[tuple, dict] = {}
+def layers(rows: Iterable[dict]) -> list[dict]:
+    """The rows of one gated layer of TOKENS, D_MODEL and D_FF, by nnz, each with `of`, its workload's name in KINDS."""
+    found = []
     for row in rows:
-        line = lines.setdefault((same(row), row["where"]), {key: row.get(key) for key in ("workload", "nnz", "choice")})
-        peak = row.get("peak_bytes")
-        line |= {
-            row["path"]: row["ms"],
-            f"{row['path']} x": row.get(OURS.get(row["path"], "x_dense")),
-            f"{row['path']} mib": peak and peak / 2**20,
-            "choice": row.get("choice") or line["choice"],
-        }
-    return list(lines.values())
+        of = next((name for begin, name in KINDS.items() if row["workload"].startswith(begin)), None)
+        sizes = (row["tokens"], row["d_model"], row["d_ff"], row.get("gated", True))
+        if of and sizes == (TOKENS, D_MODEL, D_FF, True):
+            found.append(row | {"of": of})
+    return sorted(found, key=lambda row: row["nnz"])
 
 
-def wholes(rows: list[dict]) -> list[dict]:
-    """{model, nnz, parameters, eager, compiled, choice, mib, dense_mib, where}: of each whole model, how many times as
-    fast its planned step is as torch's, eager beside eager and compiled beside compiled, and the peak memory."""
+def wholes(rows: Iterable[dict]) -> list[dict]:
+    """For each recorded whole model two rows, `beside` eager and compiled torch: name, x (how many times as fast its
+    planned step is), mib and dense_mib (the most memory of an eager step), where."""
     found = []
     whole = [row for row in rows if row["workload"].startswith(WHOLE)]
-    for line in sorted(_lines(whole), key=lambda line: -line["nnz"]):
-        row = next(row for row in whole if (row["workload"], row["nnz"]) == (line["workload"], line["nnz"]))
-        found.append(
-            {
-                "model": f"{row['layers']} layers of {row['d_model']:,} x {row['d_ff']:,}",
-                "nnz": line["nnz"],
-                "parameters": row["parameters"],
-                "eager": line["planned x"],
-                "compiled": line["planned compiled x"],
-                "choice": line["choice"],
-                "mib": line["planned mib"],
-                "dense_mib": line["dense eager mib"],
-                "where": row["where"],
-            }
+    whole.sort(key=lambda row: (-row["parameters"], row["nnz"]))
+    for here in groups(whole, lambda row: (*same(row), row["where"])).values():
+        by_path = {row["path"]: row for row in here}
+        row, peak = by_path["planned"], by_path["dense eager"]["peak_bytes"]
+        name = (
+            f"{row['layers']} layers of {row['d_model']:,} x {row['d_ff']:,}, nnz {row['nnz']:.0f}<br>{row['choice']}"
         )
-    return sorted(found, key=lambda each: (-each["parameters"], each["nnz"]))
-
-
-def series(rows: list[dict]) -> dict[str, list[dict]]:
-    """The rows of one gated layer of TOKENS, D_MODEL and D_FF by kind of workload, as KINDS names it; by nnz."""
-    here = [
-        row
-        for row in rows
-        if (row["tokens"], row["d_model"], row["d_ff"]) == (TOKENS, D_MODEL, D_FF) and row.get("gated", True)
-    ]
-    found = {
-        name: sorted((row for row in here if _kind(row) == name), key=lambda row: row["nnz"]) for name in KINDS.values()
-    }
-    return {name: each for name, each in found.items() if each}
-
-
-def between(rows: list[dict], path: str) -> tuple[float, float] | None:
-    """The two neighbouring recorded nnz between which the sparse step stops being faster than `path`.
-
-    rows: of one kind of workload. None if that happens between no two of them.
-    """
-    sparse, dense = ({row["nnz"]: row["ms"] for row in rows if row["path"] == each} for each in (SPARSE, path))
-    for low, high in pairwise(sorted(set(sparse) & set(dense))):
-        if sparse[low] < dense[low] and sparse[high] >= dense[high]:
-            return low, high
-    return None
-
-
-def three_lines(rows: list[dict], sizes: dict[str, dict[str, int]]) -> list[str]:
-    """Return what the notebook found, in three sentences made of its numbers: time and where it ends, memory, whole
-    models.
-
-    sizes: of the dense and of the sparse way, tensor -> bytes. Without a record the second alone, and MISSING.
-    """
-    dense, sparse = (sum(each.values()) / 2**20 for each in sizes.values())
-    memory = f"Kept: {dense:.0f} MiB dense, {sparse:.0f} sparse."
-    one = steps(rows)
-    quick = max((row for row in one if row["path"] == SPARSE), key=lambda row: row["x_dense"], default=None)
-    if quick is None:
-        return [MISSING, memory]
-    said = f"Sparse: {quick['x_dense']:.1f} times as fast at nnz {quick['column']}"
-    if met := between(one, "dense compiled"):
-        said += f"; overtaken by compiled dense between {met[0]:.0f} and {met[1]:.0f}"
-    lines = [f"{said}; {short(quick['where'])}.", memory]
-    if models := [each for each in wholes(rows) if each["compiled"]]:
-        times = [each["compiled"] for each in models]
-        days = [short(each["where"]).replace(f"{short(quick['where']).partition(', ')[0]}, ", "") for each in models]
-        days = [*dict.fromkeys("there" if day in lines[0] else day for day in days)]
-        days = ["there, too"] if days == ["there"] else sorted(days, key=lambda day: day != "there")
-        span = " to ".join(dict.fromkeys(f"{each:.2f}" for each in (min(times), max(times))))
-        lines.append(f"Whole model{'s' * (len(models) > 1)}, compiled: {span} times; {' and '.join(days)}.")
-    return lines
-
-
-def own_line(own: list[dict]) -> str:
-    """Return what the reader's own steps (`yours`) come to, in a line."""
-    times = [f"{row['x_dense']:.2f} at nnz {row['column']}" for row in steps(own) if row["path"] == SPARSE]
-    return f"Sparse, {own[0]['where']}: {', '.join(times)} times as fast as torch's."
+        shared = {"name": name, "where": row["where"], "mib": row["peak_bytes"] / 2**20, "dense_mib": peak / 2**20}
+        for beside, x in (("eager", row["x_dense"]), ("compiled", by_path["planned compiled"]["x_compiled"])):
+            found.append(shared | {"beside": beside, "x": x})
+    return found
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[dict]:

@@ -7,9 +7,7 @@ from .data import (
     Predicted,
     Submission,
     against_v2,
-    beside,
     compared,
-    counts_of,
     floor,
     gpu_rates,
     judge,
@@ -19,6 +17,5 @@ from .data import (
     next_step,
     predicted,
     submit,
-    three_lines,
     timed_here,
 )

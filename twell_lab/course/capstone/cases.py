@@ -178,40 +178,36 @@ def _within(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
     return values, columns - t * TILE
 
 
-def _count_read(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
-    count = int(of.packed[row, t, 0])
-    return _words(of, row, t, 0, count) if count <= SLOTS else _right(of, row, t)
+def _where(mistaken: Callable[[Case, int, int, int], tuple[Tensor, Tensor]], crowded: bool) -> Entries:
+    """The mistake, which gets the tile's count too, in tiles that overflow, or in those that do not; the others are
+    right."""
+
+    def entries(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
+        count = int(of.packed[row, t, 0])
+        return mistaken(of, row, t, count) if (count > SLOTS) == crowded else _right(of, row, t)
+
+    return entries
 
 
-def _past(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
-    return _words(of, row, t, 1, WORDS) if int(of.packed[row, t, 0]) <= SLOTS else _right(of, row, t)
-
-
-def _cut(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
-    return _words(of, row, t, 1, 1 + min(SLOTS, int(of.packed[row, t, 0])))
-
-
-def _twice(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
-    if int(of.packed[row, t, 0]) <= SLOTS:
-        return _right(of, row, t)
-    again, right = _cut(of, row, t), _right(of, row, t)
+def _twice(of: Case, row: int, t: int, count: int) -> tuple[Tensor, Tensor]:
+    again, right = _words(of, row, t, 1, WORDS), _right(of, row, t)
     return torch.cat([again[0], right[0]]), torch.cat([again[1], right[1]])
 
 
-def _left_out(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
-    values, columns = _right(of, row, t)
-    kept = 0 if int(of.packed[row, t, 0]) > SLOTS else len(values)
-    return values[:kept], columns[:kept]
-
-
+_count_read = _where(lambda of, row, t, count: _words(of, row, t, 0, count), crowded=False)
+_past = _where(lambda of, row, t, count: _words(of, row, t, 1, WORDS), crowded=False)
+_cut = _where(lambda of, row, t, count: _words(of, row, t, 1, WORDS), crowded=True)
+_left_out = _where(lambda of, row, t, count: _words(of, row, t, 1, 1), crowded=True)
 _MISTAKES: dict[str, Entries] = {
     "that is what comes out where the column within a tile is taken as the column of the matrix.": _within,
     "that is what comes out where word 0 of a tile, its count, is read as a value, and the last word is left out.": (
         _count_read
     ),
     "that is what comes out where all words of a tile are read: those past its count hold anything.": _past,
-    f"a tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.": (_cut),
-    "a tile that overflows was added from its words and from the gate: the gate alone holds all of its values.": _twice,
+    f"a tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.": _cut,
+    "a tile that overflows was added from its words and from the gate: the gate alone holds all of its values.": _where(
+        _twice, crowded=True
+    ),
     "the tiles that overflow were left out: their values stand in the gate.": _left_out,
 }
 

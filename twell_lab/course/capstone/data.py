@@ -7,6 +7,7 @@ The kernel, and how it is launched: see `SIGNATURE`. Medals: bronze for a right 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import re
@@ -26,7 +27,7 @@ from ...ops import clock as clocks
 from ...ops.down import down
 from ...simulator import Counts, Fault, faults
 from ...simulator.counts import SECTOR
-from ..recorded import device_and_day
+from ..recorded import sourced
 from ..verdicts import not_met
 from . import cases, gpu
 from .cases import COUNTED, D_FF, D_MODEL, NNZ, TIMED
@@ -79,10 +80,8 @@ def source(file: str | Path) -> str:
     try:
         return read_file(file, LARGEST).decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        not_text = isinstance(error, UnicodeDecodeError)
-        why = "it is not UTF-8 text" if not_text else getattr(error, "strerror", None) or error
         raise InputError(
-            f"{str(file)!r:.200} cannot be read: {why}; accepted: a CUDA source with the kernel down"
+            f"{str(file)!r:.200} cannot be read: {error}; accepted: a CUDA source with the kernel down"
         ) from None
 
 
@@ -120,8 +119,8 @@ def judge(file: str | Path) -> Judged:
                 return Judged(False, f"{with_what}the result is right. But {missed}")
     except Fault as fault:
         kind = type(fault).__name__
-        article = "an" if kind[0] in "AEIOU" else "a"
-        return Judged(False, f"{with_what}the simulator found {article} {kind}: {fault}{_crowded(program, of, fault)}")
+        named = f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}: {fault}"
+        return Judged(False, f"{with_what}the simulator found {named}{_crowded(program, of, fault)}")
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
         return Judged(False, str(error))
     sectors, least = counts.global_reads.sectors, cases.floor_sectors(of)
@@ -131,11 +130,9 @@ def judge(file: str | Path) -> Judged:
 
 def _launch(program, of: cases.Case, y: torch.Tensor, threads: int, watch: str) -> simulator.program.Run:
     arguments = (of.packed, of.gate, of.down_t, y, of.down_t.shape[1], of.columns, TILE, WORDS)
-    counted = len(of.packed) == COUNTED and of.columns == D_FF  # more steps than are worth keeping
-    trace = None if counted else len(of.packed) - 1
-    return program.launch(
-        "down", len(of.packed), threads, arguments, watch=watch, trace=trace, steps=STEPS, seconds=SECONDS
-    )
+    rows, counted = len(of.packed), of.columns == D_FF  # more steps than are worth keeping
+    trace = None if counted else rows - 1
+    return program.launch("down", rows, threads, arguments, watch=watch, trace=trace, steps=STEPS, seconds=SECONDS)
 
 
 def _crowded(program, of: cases.Case, fault: Fault) -> str:
@@ -164,11 +161,6 @@ def _silent_rows(program, of: cases.Case, counts: Counts) -> str | None:
 def floor() -> int:
     """The fewest sectors that the loads of the launch can touch that is counted."""
     return cases.floor_sectors(cases.counted())
-
-
-def counts_of(judged: Judged) -> tuple[str, Counts]:
-    """(name, counts) of the reader's kernel; of down_v2 until it is right."""
-    return (gpu.YOURS, judged.counts) if judged.counts else ("down_v2", library_counts()["down_v2"])
 
 
 @cache
@@ -247,38 +239,22 @@ def _as_simulated(rates) -> simulator.Gpu:
     )
 
 
-def beside(guess_mb: float, guess_us: float, found: Predicted) -> str:
-    """The reader's own prediction beside the one from counts and rates, as one line."""
-    megabytes, micro = guess_mb / (found.l2_bytes / 1e6), guess_us / found.us
-    return (
-        f"computed: {found.l2_bytes / 1e6:,.0f} MB and {found.us:,.0f} us on {found.gpu}; "
-        f"you wrote {megabytes:.2f} and {micro:.2f} times that"
-    )
-
-
 def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
     """Predicted and measured microseconds of the reader's kernel and of the library's: {version, sectors, floor,
     predicted_us, gpu, measured_us, where}. Without rows of `timed_here`, the library's times are recorded ones, and
     predicted is for the GPU that they were recorded on."""
     counts = ({gpu.YOURS: judged.counts} if judged.counts else {}) | library_counts()
-    shown = rows or _recorded()
-    times = {row["path"]: (1e3 * row["ms"], row.get("where", f"yours, now, on {row['device']}")) for row in shown}
-    device = shown[0]["device"] if shown else None
-    least = judged.floor or floor()
+    shown = {row["path"]: row for row in rows or _recorded()}
+    device = next((row["device"] for row in shown.values()), None)
     found = []
     for version, each in counts.items():
-        guess, (us, where) = predicted(each, device), times.get(version, (None, ""))
-        found.append(
-            {
-                "version": version,
-                "sectors": each.global_reads.sectors,
-                "floor": least,
-                "predicted_us": guess.us,
-                "gpu": guess.gpu,
-                "measured_us": us,
-                "where": where,
-            }
-        )
+        guess, row = predicted(each, device), shown.get(version)
+        measured = {
+            "measured_us": row and 1e3 * row["ms"],
+            "where": row and row.get("where", f"yours, now, on {device}"),
+        }
+        sectors = {"sectors": each.global_reads.sectors, "floor": judged.floor or floor()}
+        found.append({"version": version, "predicted_us": guess.us, "gpu": guess.gpu} | sectors | measured)
     return found
 
 
@@ -287,12 +263,11 @@ def _recorded() -> list[dict]:
     names = {f"down_v{version}" for version in gpu.VERSIONS}
     wanted = {"kind": "kernel", "tokens": TIMED, "d_model": D_MODEL, "d_ff": D_FF}
     found: dict[str, dict] = {}
-    for record in reversed(records.load_all()):
-        for row in record.rows:
-            if row.get("path") in names and all(row.get(key) == value for key, value in wanted.items()):
-                where = f"recorded on {device_and_day(row['device'], record.date, records.stale(record))}"
-                if "H100" in row["device"]:  # as USUAL_GPU, for which is predicted where no GPU is
-                    found.setdefault(row["path"], {**row, "where": where})
+    for record in records.load_all():  # oldest first
+        for row in sourced(record):
+            right = row.get("path") in names and wanted.items() <= row.items()
+            if right and "H100" in row["device"]:  # as USUAL_GPU, for which is predicted where no GPU is
+                found[row["path"]] = row
     return list(found.values())
 
 
@@ -337,35 +312,15 @@ def medal(judged: Judged, rows: list[dict] | None = None) -> str | None:
 
 def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -> str:
     """A line about what the next medal takes."""
+    times = against_v2(rows or [])
     if won is None:
         return "Bronze is for a right result."
     if won == BRONZE_MEDAL:
         return f"Silver is for {int(SILVER * judged.floor):,} sectors or fewer."
-    times = against_v2(rows or [])
-    if won == SILVER_MEDAL:
-        took = "there is no GPU here" if times is None else f"yours takes {times:.2f} times as long"
-        return f"Gold is for {GOLD} times the time of down_v2 on a GPU, or less; {took}."
-    return f"{times:.2f} times the time of down_v2: there is no more to win."
-
-
-def three_lines(judged: Judged, found: Predicted, rows: list[dict]) -> list[str]:
-    """Return what the notebook comes to, in three sentences made of its numbers: sectors, prediction, and time."""
-    name, counts = counts_of(judged)
-    least = judged.floor or floor()
-    sectors, ms = counts.global_reads.sectors, {row["path"]: row["ms"] for row in rows}
-    lines = [
-        f"Sectors: {name} reads {sectors:,}, {sectors / least:.2f} times the floor.",
-        f"Prediction for {TIMED:,} rows: {found.us:,.0f} us on {found.gpu} (limit: {found.limit}).",
-    ]
-    if (times := against_v2(rows)) is None:
-        recorded = {row["path"]: row for row in _recorded()}.get("down_v2")
-        took = recorded and f"down_v2 took {1e3 * recorded['ms']:,.0f} us, recorded on {recorded['device']}"
-        return [*lines, f"Time: yours was not measured; {took or 'none of down_v2 is recorded'}."]
-    off = 1e3 * ms[gpu.YOURS] / found.us
-    return [
-        *lines,
-        f"Time: {1e3 * ms[gpu.YOURS]:,.0f} us, {off:.2f} times the prediction and {times:.2f} times down_v2.",
-    ]
+    if won == GOLD_MEDAL:
+        return f"{times:.2f} times the time of down_v2: there is no more to win."
+    took = "there is no GPU here" if times is None else f"yours takes {times:.2f} times as long"
+    return f"Gold is for {GOLD} times the time of down_v2 on a GPU, or less; {took}."
 
 
 def submit(file: str | Path) -> Submission:
@@ -384,7 +339,7 @@ def submit(file: str | Path) -> Submission:
 
 def _record(file: str | Path, judged: Judged, won: str, on_gpu: str, rows: list[dict]) -> records.Record:
     text, counts = source(file), judged.counts
-    guess = predicted(counts, rows[0]["device"] if rows else None)
+    guess = dataclasses.asdict(predicted(counts, rows[0]["device"] if rows else None))
     counted = {
         "what": f"the simulator's counts for {COUNTED} rows of {D_FF:,} columns, d_model {D_MODEL:,}",
         "sectors_read": judged.sectors,
@@ -398,7 +353,7 @@ def _record(file: str | Path, judged: Judged, won: str, on_gpu: str, rows: list[
         "medal": won,
         "on_gpu": on_gpu.partition("\n")[0],
         "against_down_v2": against_v2(rows),
-        "predicted": {"gpu": guess.gpu, "l2_bytes": guess.l2_bytes, "memory_bytes": guess.memory_bytes, "us": guess.us},
+        "predicted": {name: guess[name] for name in ("gpu", "l2_bytes", "memory_bytes", "us")},
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "source": text,
     }

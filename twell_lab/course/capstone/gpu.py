@@ -3,6 +3,8 @@ beside the library's versions. Only what the simulator found sound is launched h
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,6 +33,24 @@ def dtype_here() -> torch.dtype:
     return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
 
 
+def cubin(text: str, name: str, arch: str, flags: Iterable[str] = ()) -> bytes:
+    """The cubin of a source, for an architecture such as "sm_75". flags: such as where its headers are.
+
+    Raises StackError without NVRTC, CompileError with NVRTC's messages for a source that it refuses.
+    """
+    compiler.compiler()
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(text, f"{name}.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, ("--std=c++17", f"--gpu-architecture={arch}", *flags))
+        return nvrtc.getCUBIN(program) + b"\0"  # the length that CuPy asks for leaves out the last byte
+    except nvrtc.NVRTCError as error:
+        raise CompileError(nvrtc.getProgramLog(program) or str(error)) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
 def compiled(text: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> bytes:
     """The cubin of a source that includes twell.cuh alone, for an architecture such as "sm_75".
 
@@ -38,20 +58,12 @@ def compiled(text: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> bytes
     """
     compiler.compiler()
     from cuda.pathfinder import find_nvidia_header_directory
-    from cupy.cuda import nvrtc
 
     headers = find_nvidia_header_directory("cudart")
     if not headers:
         raise StackError(f"CUDA's headers were not found beside NVRTC; {compiler.NEEDS_NVRTC}")
-    program = nvrtc.createProgram(text, "down.cu", (), ())
-    flags = ["--std=c++17", f"--gpu-architecture={arch}", f"-D{VALUE[dtype]}"]
-    try:
-        nvrtc.compileProgram(program, (*flags, f"-I{core.kernels_dir()}", f"-I{headers}"))
-        return nvrtc.getCUBIN(program) + b"\0"  # the length that CuPy asks for leaves out the last byte
-    except nvrtc.NVRTCError as error:
-        raise CompileError(nvrtc.getProgramLog(program) or str(error)) from error
-    finally:
-        nvrtc.destroyProgram(program)
+    flags = (f"-D{VALUE[dtype]}", f"-I{core.kernels_dir()}", f"-I{headers}")
+    return cubin(text, "down", arch, flags)
 
 
 class Mine:

@@ -7,17 +7,15 @@ says."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import core, records
-from ...analysis import predict as predicting
-from ...analysis.costs import by_choice
 from ...bench import comparison, methods
-from ...bench import predictors as chosen_neurons
+from ...bench import losses as chosen_neurons
 from ...bench import rows as bench_rows
 from ...bench.comparison import SCATTERED, TALL, Shape, quantile
 from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, PREDICTED, RANK, SHARES, SPLIT, TILES, sizes_for
@@ -26,18 +24,17 @@ from ...layers.paths.twell import STEP
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import microtiles, neuron_experts
+from ...sparsities import microtiles
 from ...sparsities.core_neurons import core_neurons
 from ...sparsities.few_neurons import remove
 from ...sparsities.predictors import Predictors
 from ...training.text import source
-from ..recorded import LOGNORMAL, newest, sourced
+from ..recorded import LOGNORMAL, newest
 
 # ---- a small model, and what fires in it ----
 
 
-@dataclass(frozen=True)
-class Study:
+class Study(NamedTuple):
     """A small trained model. windows: int64 [windows, context], held-out text; seen: of the text it was trained on.
     fires: bool [tokens, d_ff] of each layer, on some of the held-out text."""
 
@@ -117,15 +114,6 @@ def occupied_rows(subject: Study, heights: Sequence[int] = (1, 2, 4, 8, 16, 32, 
     return made
 
 
-def occupied_sentence(rows: list[dict], layer: int = 1, height: int = HEIGHT) -> str:
-    """Return what one layer has in stripes of this height, and how many layers have fewer than if neurons fired at
-    random."""
-    mine = [row for row in rows if row["height"] == height]
-    share = next(row["measured"] for row in mine if row["layer"] == layer)
-    fewer = sum(row["measured"] < row["expected"] for row in mine)
-    return f"{share:.0%}, fewer in {fewer} of {len(mine)} layers"
-
-
 def products_here(device: str, sparsities: Sequence[float] = (0.5, 0.75, 0.9, 0.95, 0.99)) -> list[dict]:
     """Rows of comparison.product_rows for micro-tiles, on scattered zeros and on tiles of 32 x 1, with `where`."""
     shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(512, 1024, 256, torch.float32, "cpu", 0.2)
@@ -133,16 +121,6 @@ def products_here(device: str, sparsities: Sequence[float] = (0.5, 0.75, 0.9, 0.
     cases = [(pattern, sparsity) for pattern in (SCATTERED, TALL) for sparsity in sparsities]
     made = [row for case in cases for row in comparison.product_rows(*case, shape, tiled)]
     return [row | {"where": _here(device)} for row in made]
-
-
-def products_sentence(rows: list[dict]) -> str:
-    """Between which two shares of scattered zeros that were timed micro-tiles begin to win."""
-    mine = [row for row in rows if row["path"] == TILES and row["pattern"] == SCATTERED]
-    wins = [(row["density"], row["x_dense"] > 1) for row in sorted(mine, key=lambda row: -row["density"])]
-    for (more, before), (less, after) in pairwise(wins):
-        if after and not before:
-            return f"scattered zeros begin to win between {1 - more:.0%} and {1 - less:.0%}"
-    return f"scattered zeros win {'everywhere' if all(won for _, won in wins) else 'nowhere'}"
 
 
 # ---- padding ----
@@ -158,27 +136,6 @@ def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) 
     return [row | {"path": padded.get(row["path"], row["path"]), "where": _here(device)} for row in made]
 
 
-def padding_sentence(rows: list[dict]) -> str:
-    """Return how much faster the fewest real rows are without the padding."""
-    least = min(row["real"] for row in rows)
-    took = {row["path"]: row["ms"] for row in rows if row["real"] == least}
-    return f"Without padding, {least:.0%} real: {took['padded'] / took[methods.REMOVED]:.1f} times."
-
-
-def proportion_sentence(recorded: Iterable[dict]) -> str:
-    """Return how far recorded layers without padding are at most from dense's time in proportion to the real tokens,
-    and how far as many tokens alone are there, in two lines. recorded: of `recorded("comparison")`; "" without such
-    rows."""
-    rows = [row for row in recorded if row["kind"] == "padding"]
-    if not rows:
-        return ""
-    said = []
-    for each in methods.proportions(rows):
-        own = "" if each.own is None else f" (as many tokens alone {each.own:+.0%})"
-        said.append(f"{each.layers} layer{'s' * (each.layers > 1)} {each.beside_dense:+.0%}{own}")
-    return f"{rows[0]['where']},<br>beside proportion: {', '.join(said)}"
-
-
 # ---- hot and cold ----
 
 
@@ -188,7 +145,7 @@ def dearer(rows: Iterable[dict], tokens: int = 16384, most: float = 1 / 64) -> f
     rows: of `recorded_map`. Packed, from the fewest to the most that fire, up to the share `most`; dense, two thirds of
     the layer, since the gate is computed either way. None where fewer than two were recorded."""
     here = sorted(
-        (row for row in rows if not row.get("whole") and row["tokens"] == tokens and row["share"] <= most),
+        (row for row in rows if row["tokens"] == tokens and row["share"] <= most),
         key=lambda row: row["share"],
     )
     packed, dense = ([row for row in here if row["method"] == method] for method in (PACKED, DENSE))
@@ -226,34 +183,9 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
         low, middle, high = (quantile(turns, share) for share in (0.1, 0.5, 0.9))
         made.append({**shared, "hot": hot, "x_dense": middle, "low": low, "high": high})
     near = [row for row in recorded if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share]
-    near = [row for row in near if not row.get("whole")]
     for row in sorted(near, key=lambda row: (row["share"], row["hot"])):
         where = f"{row['where']}: {row['share'] * row['d_ff']:.0f} of {row['d_ff']:,} fire"
         made.append({**{key: row[key] for key in ("hot", "d_ff", "x_dense")}, "where": where})
-    return made
-
-
-def hot_sentence(rows: list[dict]) -> str:
-    """Return whether any number of hot neurons is faster than dense here by more than the spread of the times, and
-    which."""
-    best = max((row for row in rows if "low" in row), key=lambda row: row["low"])
-    spread = f"{best['x_dense']:.2f} ({best['low']:.2f} to {best['high']:.2f})"
-    if best["low"] <= 1:
-        return f"none surely beats dense; the likeliest, {best['hot']} hot: {spread}"
-    return f"{best['hot']} hot neurons beat dense: {spread}"
-
-
-@torch.no_grad()
-def grains(fires: Tensor | None = None, sizes: Iterable[int] = (1, 4, 16, 64, 256), hot: int = 0) -> list[dict]:
-    """{grain, groups, work, error}: the layer of a drawn workload cut into groups of `grain` neurons that are given the
-    tokens for which one of theirs fires (sparsities.neuron_experts.routed_by_firing)."""
-    layer, (x, *_) = clock.workload(64, 64, 256, 8, "lognormal", torch.float32, "cpu")
-    weights = [each.weight for each in (layer.gate_proj, layer.up_proj, layer.down_proj)]
-    made, wanted = [], layer(x)
-    for grain in sizes:
-        found = neuron_experts.routed_by_firing(x, *weights, hot=hot, grain=grain)
-        error = float((found.y - wanted).norm() / wanted.norm())
-        made.append({"grain": grain, "groups": len(found.routed), "work": found.work, "error": error})
     return made
 
 
@@ -274,16 +206,6 @@ def expert_rows(device: str, counts: Sequence[int] = (4, 8, 16, 32, 64)) -> list
             ways = {row["path"]: row["ms"] for row in rows if row["path"] != methods.WHOLE}
             made += [shared | {"way": "loop" if way == bench_rows.DENSE else way, "ms": ms} for way, ms in ways.items()]
     return made
-
-
-def expert_sentence(rows: list[dict]) -> str:
-    """The fastest way with the most experts, for each routing; ways within a twentieth of it count as equal."""
-    count, lines = max(row["experts"] for row in rows), []
-    for routing in dict.fromkeys(row["routing"] for row in rows):
-        took = {row["way"]: row["ms"] for row in rows if (row["routing"], row["experts"]) == (routing, count)}
-        quick = [way for way, ms in took.items() if ms <= 1.05 * min(took.values())]
-        lines.append(f"{routing}, {' or '.join(quick)}")
-    return f"fastest of {count} experts: {'; '.join(lines)}"
 
 
 # ---- predictors, and one token ----
@@ -319,13 +241,6 @@ def lossy_rows(
     finally:
         remove(model)
     return made
-
-
-def predictor_sentence(found: Predictors) -> str:
-    """Return how many neurons are computed for one that fires."""
-    table = found.table()
-    neurons, firing = (sum(row[key] for row in table) for key in ("neurons", "firing"))
-    return f"Guessing, at {found.recall:.0%} recall: {neurons / firing:.0f} neurons computed for each that fires."
 
 
 def token_bytes(d_model: int, d_ff: int, firing: int, rank: int, chosen: int, size: int) -> tuple[int, int, int]:
@@ -367,31 +282,32 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
 
 
 def recorded_map(device: str = records.TOLD) -> list[dict]:
-    """Rows as of `map_rows` from records on a GPU with this in its name, layers of 2048 x 5632 with drawn firing rates:
-    of inference, dense, packed, and hot and cold, where one of the latter was timed, each with `hot`; and of the
-    comparison all methods (`bench.methods.map_rows`), these rows with `whole`. May be empty."""
+    """Rows as of `map_rows` of "inference" records on a GPU with this in its name, of layers of 2048 x 5632 with drawn
+    firing rates: dense, packed, and hot and cold, where one of the latter was timed, each with `hot`. May be empty."""
 
     def wanted(row: dict) -> bool:
-        return (
-            row["kind"] == "inference"
-            and (row["d_model"], row["d_ff"], row["workload"]) == (2048, 5632, LOGNORMAL)
-            and row["path"].partition(" ")[0] in ("forced", "dense")
-            and row["path"].partition(" (")[2] == ""
-            and row.get("gated", True)
-        )
+        sizes = (row["kind"], row.get("d_model"), row.get("d_ff"), row.get("workload"), row.get("gated", True))
+        return sizes == ("inference", 2048, 5632, LOGNORMAL, True) and " (" not in row["path"]
 
     made = []
     for row in newest("inference", device, wanted):
-        name = row["path"].removeprefix("forced ")
-        method = {"twell": PACKED, "dense eager": DENSE}.get(name, SPLIT if name.startswith("hot_cold") else None)
-        if method is not None:
+        name, *size = row["path"].removeprefix("forced ").removesuffix(" eager").split(" ")
+        hot = {"twell": 0, "dense": row["d_ff"]}.get(name) if not size else int(size[0]) if name == "hot_cold" else None
+        if hot is not None and row["path"] != "forced dense":
             said = {key: row[key] for key in ("tokens", "d_ff", "ms", "x_dense", "where")}
-            hot = {PACKED: 0, DENSE: row["d_ff"]}.get(method) if method != SPLIT else int(name.split()[1])
+            method = {"twell": PACKED, "dense": DENSE}.get(name, SPLIT)
             made.append({**said, "method": method, "share": row["nnz"] / row["d_ff"], "hot": hot, "exact": True})
     beside = {(row["share"], row["tokens"]) for row in made if row["method"] != DENSE}
-    made = [row for row in made if (row["share"], row["tokens"]) in beside]
-    whole = next((rows for gpu, rows in _whole_maps().items() if device in gpu), [])
-    return made + [_of_map(row) | {"whole": True} for row in whole]
+    return [row for row in made if (row["share"], row["tokens"]) in beside]
+
+
+def recorded_maps() -> list[dict]:
+    """Rows as of `map_rows` of "comparison" records, of every GPU of which one has all methods; the GPU that figures
+    tell of (records.TOLD) comes first."""
+    made = [record for record in records.load_all() if record.name == "comparison"]
+    gpus = {row["device"] for record in made for row in record.rows if row.get("kind") == "map"}
+    ordered = sorted(gpus, key=lambda gpu: (records.TOLD not in gpu, gpu))
+    return [_of_map(row) for gpu in ordered for row in newest("comparison", gpu, lambda row: row["kind"] == "map")]
 
 
 def _of_map(row: dict) -> dict:
@@ -401,23 +317,6 @@ def _of_map(row: dict) -> dict:
     ms = quantile(row["samples"], 0.25) if row["device"] == "CPU" else row["ms"]
     said = {key: row[key] for key in ("tokens", "d_ff", "x_dense", "where", "share")}
     return {**said, "ms": ms, "method": method, "exact": method not in INEXACT}
-
-
-def _whole_maps() -> dict[str, list[dict]]:
-    """By GPU the rows of kind "map" of its newest comparison that has any, each with `where`: those of one record,
-    since the faster of two runs would not be what a run takes. The GPU that figures tell of (records.TOLD) comes
-    first."""
-    found: dict[str, list[dict]] = {}
-    for record in records.load_all():
-        rows = [row for row in sourced(record) if row["kind"] == "map"] if record.name == "comparison" else []
-        found |= {gpu: [row for row in rows if row["device"] == gpu] for gpu in {row["device"] for row in rows}}
-    return {gpu: found[gpu] for gpu in sorted(found, key=lambda gpu: (records.TOLD not in gpu, gpu))}
-
-
-def recorded_maps() -> list[dict]:
-    """The rows of `recorded_map` of every GPU of which a record has all methods, each with its `gpu`, the one that
-    figures tell of (records.TOLD) first; where no record has, those of that one."""
-    return [row | {"gpu": gpu} for gpu in _whole_maps() or [records.TOLD] for row in recorded_map(gpu)]
 
 
 def winners(rows: Iterable[dict], exact: bool = True) -> dict[tuple[float, int], dict]:
@@ -435,57 +334,8 @@ def winners(rows: Iterable[dict], exact: bool = True) -> dict[tuple[float, int],
 
 
 def recorded(name: str) -> list[dict]:
-    """The rows of the newest record of this name that was made on a GPU (records.newest), each with `where`; [] where
-    there is none."""
-    named = [record for record in records.load_all() if record.name == name]
-    record = records.newest([each for each in named if any(row["device"] != "CPU" for row in each.rows)], name)
-    return [row for row in sourced(record) if row["device"] != "CPU"] if record else []
-
-
-def predicted_sentence(
-    recorded: Iterable[dict] = (),
-    gpus: Sequence[str] = ("T4", "RTX 4090", "A100 80 GB SXM", "H100 SXM"),
-    nnz: float = 29,
-    tokens: Sequence[int] = (1, 16384),
-) -> str:
-    """Return how many times as fast as dense a layer of 2048 x 5632 should be on each GPU's best path, by the cost
-    model (analysis.predict); and what was recorded. recorded: of `recorded_map`."""
-    said = []
-    for gpu in gpus:
-        firing, rates = predicting.firing_of(nnz), predicting.rates_of(gpu)
-        took = [by_choice(firing, rates, count) for count in tokens]
-        times = "/".join(f"{each[Choice(DENSE)] / min(each.values()):.1f}" for each in took)
-        said.append(f"{gpu.removesuffix(' SXM').removesuffix(' 80 GB')} {times}")
-    best = [
-        max(
-            (row["x_dense"] for row in recorded if row["tokens"] == count and 0.9 < row["share"] * 5632 / nnz < 1.1),
-            default=0,
-        )
-        for count in tokens
-    ]
-    held = f"; recorded {'/'.join(f'{each:.1f}' for each in best)}" if all(best) else ""
-    return f"Predicted, {'/'.join(f'{count:,}' for count in tokens)} tokens: {', '.join(said)}{held}"
-
-
-def three_lines(mine: list[dict], found: Predictors, padding: list[dict]) -> list[str]:
-    """Return what the notebook found, in three sentences made of its numbers: of the map here, of predictors and
-    padding."""
-    best = winners(mine)
-    won: dict[str, int] = {}
-    for row in best.values():
-        won[row["method"]] = won.get(row["method"], 0) + 1
-    top = max(best.values(), key=lambda row: row["x_dense"])
-    said = ", ".join(f"{_short(name)} {won[name]}" for name in sorted(won, key=lambda name: -won[name]))
-    at = f"{top['tokens']} token{'s' * (top['tokens'] > 1)}"
-    return [
-        f"The map here, best of {len(best)} cells: {said}; at most {top['x_dense']:.1f} times, {at}.",
-        padding_sentence(padding),
-        predictor_sentence(found),
-    ]
-
-
-def _short(method: str) -> str:
-    return method.removesuffix(" 32 x 1").removesuffix(" (TwELL)")
+    """The rows of records of this name that were made on a GPU; of equal measurements the newest."""
+    return newest(name, "", lambda row: row["device"] != "CPU")
 
 
 def _here(device: str) -> str:

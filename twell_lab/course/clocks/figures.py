@@ -8,16 +8,13 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...core import InputError
-from ..measure.data import median, ms
-from .data import quiet, ratio, times
+from ..measure.data import ms
+from .data import quiet, ratio
 
 
 def timeline(asked: float, done: float, queue: str) -> go.Figure:
     """Return what the program and the queue do while one call runs. asked: milliseconds until the call returned; done:
     until its work was; queue: its name."""
-    if not 0 < asked <= done < math.inf:
-        raise InputError(f"asked is {asked} and done {done}; milliseconds above zero, in this order, are accepted")
     program, figure = "your program", go.Figure()
     for lane, start, end, name, colour in (
         (program, 0.0, asked, "launches the call", plots.ORANGE),
@@ -33,39 +30,39 @@ def timeline(asked: float, done: float, queue: str) -> go.Figure:
             marker_color=colour,
             hovertemplate=f"{name}: {ms(max(end - start, 1e-9))}<extra></extra>",
         )
-    for at, text, anchor in ((asked, f"a clock stopped here says {ms(asked)}", "left"), (done, ms(done), "left")):
-        figure.add_vline(x=at, line={"color": plots.RED if at == asked else plots.INK, "width": 2, "dash": "dot"})
-        figure.add_annotation(x=at, y=1.14, yref="paper", text=text, showarrow=False, xanchor=anchor)
+    for at, text, colour in ((asked, f"a clock stopped here says {ms(asked)}", plots.RED), (done, ms(done), plots.INK)):
+        figure.add_vline(x=at, line={"color": colour, "width": 2, "dash": "dot"})
+        figure.add_annotation(x=at, y=1.14, yref="paper", text=text, showarrow=False, xanchor="left")
     figure.update_xaxes(title_text="milliseconds since the call", range=[-0.02 * done, 1.12 * done])
     figure.update_yaxes(autorange="reversed", automargin=True)
     figure = plots.styled(figure, "One call, and when a clock may stop", height=290)
-    return figure.update_layout(
-        barmode="overlay", margin_t=90, legend={"y": -0.62, "yanchor": "top", "traceorder": "normal"}
-    ).update_layout(margin_b=100)
+    legend = {"y": -0.62, "yanchor": "top", "traceorder": "normal"}
+    return figure.update_layout(barmode="overlay", margin_t=90, margin_b=100, legend=legend)
 
 
 def ladder(steps: dict[str, float], title: str = "The same benchmark, after each repair") -> go.Figure:
     """Return how many times as fast as dense the sparse layer is said to be, after each step, the first step on top.
 
-    steps: as `Claims` holds them.
+    steps: these ratios, by the step's name.
     """
-    if not steps or not all(0 < value < math.inf for value in steps.values()):
-        raise InputError(f"steps is {steps}; one ratio or more, above zero, are accepted")
     names, values = list(steps), list(steps.values())
-    figure = go.Figure(
-        go.Scatter(
-            y=names,
-            x=values,
-            mode="markers+lines",
-            line={"color": plots.GREY, "dash": "dot"},
-            marker={"size": 14, "color": [plots.RED, *[plots.ORANGE] * (len(names) - 2), plots.BLUE][: len(names)]},
-            showlegend=False,
-            hovertemplate="%{y}: %{x:.3g} times as fast<extra></extra>",
-        )
+    figure = go.Figure().add_scatter(
+        y=names,
+        x=values,
+        mode="markers+lines",
+        line={"color": plots.GREY, "dash": "dot"},
+        marker={"size": 14, "color": [plots.RED, *[plots.ORANGE] * (len(names) - 2), plots.BLUE][: len(names)]},
+        showlegend=False,
+        hovertemplate="%{y}: %{x:.3g} times as fast<extra></extra>",
     )
     for name, value in steps.items():
         figure.add_annotation(
-            x=math.log10(value), y=name, text=times(value), showarrow=False, yshift=18, bgcolor="white"
+            x=math.log10(value),
+            y=name,
+            text=f"{value:,.3g}x" if value < 100 else f"{value:,.0f}x",
+            showarrow=False,
+            yshift=18,
+            bgcolor="white",
         )
     figure.add_vline(x=1, line={"color": plots.INK, "width": 1})
     low, high = min(0.0, *map(math.log10, values)), max(0.0, *map(math.log10, values))
@@ -144,20 +141,3 @@ def calls(rows: list[dict]) -> go.Figure:
     return plots.styled(figure, f"A call, and the GPU's own time: {where}", height=420).update_layout(
         title_font_size=13, margin_t=110
     )
-
-
-def readings(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
-    """One call by six clocks, all from one loop, as `measure.figures.bars` takes it. pairs: of `stop_watch`, the first
-    call's first; the others are what median, mean, best and worst are of."""
-    if len(pairs) < 2:
-        raise InputError(f"there are {len(pairs)} calls; two or more are accepted")
-    (_, first), *later = pairs
-    samples = [done for _, done in later]
-    return {
-        "median": samples,
-        "mean": [sum(samples) / len(samples)],
-        "best": [min(samples)],
-        "worst": [max(samples)],
-        "first call": [first],
-        "stopped at the return": [median([asked for asked, _ in later])],
-    }

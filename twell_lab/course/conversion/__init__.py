@@ -2,22 +2,23 @@
 
 from . import figures
 from .data import (
+    HERE,
     MODEL,
     ON,
     Judged,
+    better,
     by_layer,
     converted,
     cut,
     cut_to,
-    exact_sentence,
     further,
     judge,
+    nearest,
     recorded,
+    same_output,
     shipped,
     smooth,
     span,
-    table,
-    three_lines,
     to_relu,
     trained,
 )

@@ -20,15 +20,12 @@ from torch.nn import functional as F
 
 from ... import records
 from ...analysis.profile import profile
-from ...core import InputError
 from ...layers.find import feed_forwards
 from ...models.relufy import relufy
-from ...models.swap import sparsify
 from ...models.thresholds import Calibration, LossChange, calibrate, losses
 from ...models.tiny import LanguageModel, ModelConfig
-from ...training.config import TrainConfig
+from ...training.config import TrainConfig, l1_coefficient, learning_rate
 from ...training.objective import hidden_activations, l1_penalty
-from ...training.schedule import l1_coefficient, learning_rate
 from ...training.sweep import cost, pressed
 from ...training.text.source import Text, random_windows
 from ..own_model.data import Own, read, windows
@@ -38,7 +35,6 @@ from ..training.data import SMALL
 HERE = "here, now"
 SAME = 0.01  # of the logits' size: kernels add in another order, and a value at its threshold may fall on either side
 THEN_CUT = "with L1, then cut"
-CHEAP = 1.0  # percent of the loss that a cut may cost
 # The SiLU model, and how its copies are trained on: half of the first peak, and L1 grown after a delay, as
 # twell_lab.models.relufy says.
 MODEL = replace(SMALL, steps=150)
@@ -100,11 +96,7 @@ def cut(judged: Judged, sparsities: Sequence[float]) -> list[dict]:
 
 
 def cut_to(judged: Judged, density: float) -> dict:
-    """The point at which thresholds leave this share of the neurons. InputError for more than fire by themselves."""
-    if not 0 < density <= judged.density:
-        raise InputError(
-            f"density is {density!r}; accepted: above 0, up to {judged.density:.3g}, what fires without a cut"
-        )
+    """The point at which thresholds leave this share of the neurons, at most what fires by itself."""
     low, high = 0.0, 1.0  # of sparsities: what is left only falls
     for _ in range(30):
         middle = (low + high) / 2
@@ -126,15 +118,8 @@ def _left(calibration: Calibration, sparsity: float) -> float:
 
 def _point(way: str, model: str, what: str, density: float, change: LossChange, steps: int = 0) -> dict:
     percent = {name: 100 * getattr(change, name) / change.dense for name in ("change", "low", "high")}
-    return {
-        "way": way,
-        "model": model,
-        "what": what,
-        "density": density,
-        **percent,
-        "steps": steps,
-        "where": HERE,
-    }
+    told = {"way": way, "model": model, "what": what, "density": density, "steps": steps, "where": HERE}
+    return told | percent
 
 
 # ---- convert ----
@@ -182,7 +167,8 @@ def further(model: LanguageModel, text: Text, config: TrainConfig, held_out: Ten
         with caught as hidden:
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         if config.l1:
-            loss = loss + l1_coefficient(config, step) * l1_penalty(hidden)
+            coefficient = l1_coefficient(config.l1, config.l1_delay, config.l1_warmup, step)
+            loss = loss + coefficient * l1_penalty(hidden)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -234,13 +220,14 @@ def recorded() -> list[dict]:
 
     `model` is "l1-free" for the sweep in which that model was trained, and the number of weights for the other."""
     points = []
-    for record in (_newest("sweep-small"), _newest("sweep")):
-        rows = [row | {"label": _named(row)} for row in record.rows] if record else []
-        for row in pressed(rows) if rows else []:
+    for record in filter(None, (_newest("sweep-small"), _newest("sweep"))):
+        rows = [row | {"label": _named(row)} for row in record.rows]
+        for row in pressed(rows):
+            small = record.name == "sweep-small"
             points.append(
                 {
                     "way": "train",
-                    "model": "l1-free" if record.name == "sweep-small" else f"{row['parameters'] / 1e6:.0f}M weights",
+                    "model": "l1-free" if small else f"{row['parameters'] / 1e6:.0f}M weights",
                     "what": f"L1 {row['config']['l1']:g}",
                     "density": 1 - row["zeros"],
                     "change": 100 * cost(row, rows),
@@ -267,88 +254,28 @@ def _newest(name: str) -> records.Record | None:
 # ---- what it comes to ----
 
 
-def table(points: Sequence[dict], cuts: Sequence[dict]) -> str:
-    """Points as lines that a telephone shows whole, in percent: what fires, the interval of what it costs, and that of
-    the cut of the same model to as few, where `cuts` has one."""
-    rows = []
-    for point in points:
-        costs = [span(each).removesuffix("%") if each else "" for each in (point, _nearest(point, cuts))]
-        rows.append(
-            dict(zip(("what", "fires", "loss", "cut"), (point["what"], f"{100 * point['density']:.1f}", *costs)))
-        )
-    return records.table(rows, {"what": "in %", "fires": "fires", "loss": "loss", "cut": "cut"})
+def same_output(model: nn.Module, other: nn.Module, tokens: Tensor) -> bool:
+    """Return whether two models give the same logits, but for the order in which kernels add: within `SAME` of their
+    size."""
+    with torch.no_grad():
+        got, wanted = (each(tokens.to(next(each.parameters()).device)).float() for each in (model, other))
+    return bool((got - wanted).norm() < SAME * wanted.norm())
 
 
-def _fewest(points: Sequence[dict]) -> str:
-    cheap = [point["density"] for point in points if _most(point) <= CHEAP]
-    return f"{min(cheap):.1%}" if cheap else "none"
-
-
-def _most(point: dict) -> float:
-    return point["change"] if point["high"] is None else point["high"]
-
-
-def exact_sentence(judged: Judged, sparsity: float, relu: nn.Module) -> list[str]:
-    """Return whether layers that skip zeros give what the model gives: for a cut of this sparsity, and for a ReLU
-    model."""
-    tokens = judged.windows[:4]
-    model = copy.deepcopy(judged.model)
-    before = _logits(model, tokens)
-    judged.calibration.at(sparsity).apply(model)
-    cut_logits = _logits(model, tokens)
-    kept, swapped = _logits(relu, tokens), _logits(sparsify(copy.deepcopy(relu), "twell"), tokens)
-    return [
-        f"cut: {_same(cut_logits, before)}",
-        f"cut, zeros skipped: {_same(_logits(sparsify(model, 'twell'), tokens), cut_logits)}",
-        f"ReLU, zeros skipped: {_same(swapped, kept)}",
-    ]
-
-
-def _same(got: Tensor, wanted: Tensor) -> str:
-    return "same" if (got - wanted).norm() < SAME * wanted.norm() else "different"
-
-
-@torch.no_grad()
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    return model(tokens.to(next(model.parameters()).device)).float().cpu()
-
-
-def three_lines(points: Sequence[dict]) -> list[str]:
-    """Return which way at which density, from points that were measured here: how far a cut is cheap; and, at the
-    density of each other way, whether its interval or that of the cut to as few lies lower."""
-    here = [point for point in points if point["where"] == HERE and point["what"] != THEN_CUT]
-    cuts = [point for point in here if point["way"] == "cut"]
-    cheap = [
-        f"{_fewest([point for point in cuts if point['model'] == model])} of {model}"
-        for model in dict.fromkeys(point["model"] for point in cuts)
-    ]
-    lines = [f"Within {CHEAP:g}% of loss, a cut leaves {', '.join(cheap)}."]
-    for way in ("convert", "train"):
-        pairs = [(point, _nearest(point, cuts)) for point in here if point["way"] == way]
-        won: dict[str, list[str]] = {}
-        for point, other in pairs:
-            if other:
-                won.setdefault(_better(point, other), []).append(f"{point['density']:.1%}")
-        said = [f"{which} at {', '.join(at)}" for which, at in won.items()]
-        steps = max((point["steps"] for point, _ in pairs), default=0)
-        lines.append(f"{way.capitalize()} ({steps:,} steps) or cut: {'; '.join(said) or 'nothing was measured here'}.")
-    return lines
-
-
-def _nearest(point: dict, cuts: Sequence[dict]) -> dict | None:
+def nearest(point: dict, cuts: Sequence[dict]) -> dict | None:
     """The cut of the same model that leaves about as many neurons."""
-    of = [each for each in cuts if each["model"] == point["model"]]
-    return min(
-        (each for each in of if abs(each["density"] / point["density"] - 1) < 0.05),
-        key=lambda each: abs(each["density"] - point["density"]),
-        default=None,
-    )
+    off = {
+        i: abs(cut["density"] / point["density"] - 1) for i, cut in enumerate(cuts) if cut["model"] == point["model"]
+    }
+    best = min(off, key=off.__getitem__, default=None)
+    return cuts[best] if best is not None and off[best] < 0.05 else None
 
 
-def _better(point: dict, other: dict) -> str:
+def better(point: dict, other: dict) -> str:
+    """The way that costs less: which of two points' intervals lies lower; "unclear" where they overlap."""
     if point["high"] < other["low"]:
         return point["way"]
-    return "cut" if point["low"] > other["high"] else "unclear"
+    return other["way"] if point["low"] > other["high"] else "unclear"
 
 
 def span(point: dict) -> str:

@@ -9,11 +9,8 @@ from .data import (
     gate,
     gpu_here,
     on_the_gpu,
-    own_lines,
     pack,
     recorded,
     same_words,
-    three_lines,
-    times_predicted,
     yours,
 )

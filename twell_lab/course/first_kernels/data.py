@@ -1,18 +1,18 @@
 """What notebook 08 computes: workloads, counts, recorded times beside predictions, and altered copies of kernels.
 
-Data in, data out, nothing drawn. The kernels run in `twell_lab.simulator`, or on a GPU.
+Nothing is drawn. The kernels run in `twell_lab.simulator`, or on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ... import core, records
+from ... import core
 from ...analysis.predict import rates_of
 from ...bench import forward
 from ...bench.evidence import noise
@@ -21,18 +21,15 @@ from ...cuda.launch import run
 from ...formats.twell import TILE, WORDS, TwELL
 from ...layers.paths.cost import CACHE_USED
 from ...ops import clock as clocks
-from ...ops.down import down
 from ...ops.gated import gated
 from ...ops.pack import pack as packed_by
 from ...simulator import Counts, Fault, available, predicted_time
 from ...simulator.counts import H100, Gpu
 from ..notebook import sixteen_bits
-from ..recorded import device_and_day, short, timed_here
+from ..recorded import newest, timed_here
 
 NO_TAIL = (None, None, None)
 D_FF, NNZ = 5632, 29  # of the workloads that are timed
-NEAR = 1.25  # a time is near its prediction up to this factor, either way
-Times = dict[str, dict]
 
 
 def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
@@ -54,16 +51,14 @@ def same_words(words: Tensor, gate: Tensor) -> bool:
 
 
 def on_the_gpu(gate: Tensor) -> str:
-    """One sentence: whether every pack kernel gives the reference's words on this machine's GPU."""
+    """One sentence: which pack kernels give the reference's words on this machine's GPU."""
     gate = gate.to("cuda", sixteen_bits("cuda"))
     try:
         words = {f"v{version}": run(packed_by, gate, TILE, WORDS, version) for version in (1, 2, 3, 4)}
     except (DeviceError, StackError) as error:
         return f"The GPU here runs none of them: {error}"
-    wrong = [name for name, found in words.items() if not same_words(found, gate)]
-    return f"On {torch.cuda.get_device_name()}: " + (
-        f"{', '.join(wrong)} of pack make other words." if wrong else f"{', '.join(words)} of pack make the same words."
-    )
+    right = [name for name, packed in words.items() if same_words(packed, gate)]
+    return f"On {torch.cuda.get_device_name()} these versions make the same words: {', '.join(right) or 'none'}."
 
 
 # ---- workloads: the same on every machine ----
@@ -83,7 +78,7 @@ def gate(rows: int, d_ff: int = D_FF, nnz: int = NNZ) -> Tensor:
 
 
 class Layer:
-    """A packed gate and the weights of a layer, on which `.gated(version)` and `.down(version)` launch kernels.
+    """A packed gate and the weights of a layer, on which `.gated(version)` launches kernels.
 
     Inputs are made as in `gate`. The counts of a launch depend on which neurons fire, not on the values.
     """
@@ -99,10 +94,6 @@ class Layer:
     def gated(self, version: int) -> Tensor:
         """y [tokens, d_model] of a gated layer."""
         return run(gated, self.x, self.packed, self.gate, NO_TAIL, *self.weights, TILE, version)
-
-    def down(self, version: int) -> Tensor:
-        """y [tokens, d_model] of a plain ReLU layer."""
-        return run(down, self.packed, self.gate, NO_TAIL, self.down_t, None, len(self.down_t), TILE, version)
 
     def off_by(self, y: Tensor) -> float:
         """The error of y, a result of `gated`, against float64: |y - exact| / |exact|, over all values."""
@@ -140,40 +131,17 @@ def fault_of(call: Callable[[], object]) -> Fault | None:
 # ---- recorded, measured, predicted ----
 
 
-def recorded(tokens: int, device: str = "H100") -> Times:
-    """kernel -> {ms, device, date, stale, where} at this many tokens; {} if nothing is recorded.
-
-    From the newest record of kernel versions on a GPU with `device` in its name. where: "recorded on <device>, <day>",
-    and "stale" if the kernels or their launch code have changed since.
-    """
-    for record in reversed(records.load_all()):
-        rows = [
-            row
-            for row in record.rows
-            if row.get("kind") == "kernel" and row["tokens"] == tokens and device in row["device"]
-        ]
-        if rows:
-            old = records.stale(record)
-            where = f"recorded on {device_and_day(rows[0]['device'], record.date, old)}"
-            return {
-                row["path"]: {
-                    "ms": row["ms"],
-                    "device": row["device"],
-                    "date": record.date[:10],
-                    "stale": old,
-                    "where": where,
-                }
-                for row in rows
-            }
-    return {}
+def recorded(tokens: int, device: str = "H100") -> dict[str, dict]:
+    """kernel -> its row, with `where`, at this many tokens; {} if nothing is recorded on a GPU with `device` in its
+    name."""
+    rows = newest("portable", device, lambda row: row.get("kind") == "kernel" and row["tokens"] == tokens)
+    return {row["path"]: row for row in rows}
 
 
-def yours(tokens: int = 16384) -> Times:
-    """kernel -> {ms, device, where}, measured now on this machine's GPU; {} where there is none that can do it."""
-    return {
-        row["path"]: {"ms": row["ms"], "device": row["device"], "where": f"yours, now, on {row['device']}"}
-        for row in timed_here(lambda: forward.kernel_versions(tokens, dtype=sixteen_bits("cuda")))
-    }
+def yours(tokens: int = 16384) -> dict[str, dict]:
+    """kernel -> its row, measured now on this machine's GPU; {} where there is none that can do it."""
+    rows = timed_here(lambda: forward.kernel_versions(tokens, dtype=sixteen_bits("cuda")))
+    return {row["path"]: row | {"where": f"yours, now, on {row['device']}"} for row in rows}
 
 
 def gpu_here() -> Gpu | None:
@@ -191,77 +159,27 @@ def gpu_here() -> Gpu | None:
     return Gpu(found.name, found.multi_processor_count, clock, rates.bandwidth, rates.l2, "its datasheet, scaled", kept)
 
 
-def _rows(counts: Counts) -> dict[str, np.ndarray]:
-    """Return how often each row of the weights is read that a launch on a `Layer` reads: as its neurons fire."""
-    often = clocks.firing_rates(D_FF, NNZ).numpy()
-    return {name: often for name in ("up", "down_t") if name in counts.footprints}
-
-
 def against_time(
-    counts: Mapping[str, Counts], times: Times, own: Times | None = None, gpu: Gpu | None = None
+    counts: Mapping[str, Counts],
+    times: Mapping[str, dict],
+    own: Mapping[str, dict] | None = None,
+    gpu: Gpu | None = None,
 ) -> list[dict]:
-    """Predicted and measured times, a row for each kernel, as figures.predicted_against_measured takes them.
+    """Predicted and measured times, a row for each kernel: version; predicted_ms, by what bounds it; measured_ms, its
+    `ratio` to the longest of these, and where; the reader's yours_ms, yours (what to call it) and yours_predicted_ms.
 
     counts: kernel -> its counts, scaled to the size that was timed. times: `recorded`, on an H100, for which the
-    prediction is; own: `yours`, and gpu: `gpu_here`, for which there is a prediction of its own.
-    """
-    rows = []
-    for version, each in counts.items():
-        rows_read = _rows(each)
-        bounds = {name: 1e3 * s for name, s in predicted_time(each, rows=rows_read).bounds.items()}
+    prediction is; own: `yours`, and gpu: `gpu_here`, for which there is a prediction of its own."""
+    often, rows = clocks.firing_rates(D_FF, NNZ).numpy(), []
+    for version, count in counts.items():
+        read = {name: often for name in ("up", "down_t") if name in count.footprints}  # as neurons of a `Layer` fire
+        bounds = {name: 1e3 * seconds for name, seconds in predicted_time(count, rows=read).bounds.items()}
         time, mine = times.get(version, {}), (own or {}).get(version, {})
-        rows.append(
-            {
-                "version": version,
-                "predicted_ms": bounds,
-                "measured_ms": time.get("ms"),
-                "recorded": time.get("where", ""),
-                "yours_ms": mine.get("ms"),
-                "yours": mine.get("where", ""),
-                "yours_predicted_ms": 1e3 * predicted_time(each, gpu, rows_read).seconds if gpu and mine else None,
-            }
-        )
+        ms = time.get("ms")
+        row = {"version": version, "predicted_ms": bounds, "measured_ms": ms, "where": time.get("where", "")}
+        row["ratio"] = ms and ms / max(bounds.values())
+        row |= {"yours_ms": mine.get("ms"), "yours": mine.get("where", ""), "yours_predicted_ms": None}
+        if gpu and mine:
+            row["yours_predicted_ms"] = 1e3 * predicted_time(count, gpu, read).seconds
+        rows.append(row)
     return rows
-
-
-def times_predicted(rows: list[dict]) -> str:
-    """Measured over predicted time of each row of `against_time`, in one line; on the reader's GPU in a second one."""
-    found = _ratios(rows)
-    lines = [f"took/predicted: {', '.join(f'{times:.1f}' for times in found)}" if found else "no time is recorded"]
-    if own := [row for row in rows if row["yours_ms"] is not None and row["yours_predicted_ms"]]:
-        times = ", ".join(f"{row['version']} {row['yours_ms'] / row['yours_predicted_ms']:.1f}" for row in own)
-        lines.append(f"{own[0]['yours']}, took/predicted: {times}")
-    return "\n".join(lines)
-
-
-def three_lines(*operations: list[dict]) -> str:
-    """Return what the notebook comes to, made of the rows of `against_time` of each operation, the naive version first:
-    what the versions gained, how many of them took about as long as predicted, and where."""
-    found = [times for rows in operations for times in _ratios(rows)]
-    near = sum(1 / NEAR <= times <= NEAR for times in found)
-    where = "; ".join(dict.fromkeys(row["recorded"] for rows in operations for row in rows if row["recorded"]))
-    last = f"Within {NEAR}x of prediction: {near} of {len(found)}" + (f"; {short(where)}" if where else "")
-    return "\n".join([*_gains(operations, "measured_ms"), last])
-
-
-def own_lines(*operations: list[dict]) -> str:
-    """Return what the versions gained on the reader's own GPU, as `three_lines` says it of the recorded one; "" without
-    it."""
-    where = next((row["yours"] for rows in operations for row in rows if row["yours"]), None)
-    return "\n".join([f"{where}:", *_gains(operations, "yours_ms")]) if where else ""
-
-
-def _gains(operations: Iterable[list[dict]], key: str) -> list[str]:
-    """A line for each operation of which all versions were timed, the naive version first."""
-    lines = []
-    for rows in operations:
-        if all(row[key] for row in rows):
-            first, last = rows[0][key], min(row[key] for row in rows)
-            name = rows[0]["version"].partition("_")[0]
-            lines.append(f"{name}: {first:.3f} to {last:.3f} ms ({first / last:.1f}x)")
-    return lines
-
-
-def _ratios(rows: list[dict]) -> list[float]:
-    """Measured over predicted time of each row of which a time is recorded."""
-    return [row["measured_ms"] / max(row["predicted_ms"].values()) for row in rows if row["measured_ms"] is not None]

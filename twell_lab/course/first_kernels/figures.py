@@ -21,6 +21,7 @@ from ...plots import decode
 from ...simulator.counts import SECTOR, Counts
 from ...simulator.symbols import Line
 from ...simulator.trace import Step, Trace
+from ..charts import bars, finish, lines
 from ..drawing import frames, squares
 
 ACROSS = 32  # cells on a line: the lanes of a warp
@@ -42,49 +43,38 @@ def who_touches_what(
     trace: Trace,
     arrays: Iterable[str] | None = None,
     *,
-    by: str = "thread",
     steps: Iterable[int] | None = None,
-    first: Mapping[str, int] | None = None,
     cells: int | None = None,
-    per_cell: Mapping[str, int] | int = 1,
+    per_cell: int = 1,
 ) -> go.Figure:
     """The elements of each array in the colour of the threads that read them or, with a frame, that wrote them.
 
-    arrays: names (None: all that were touched). by: "thread" or "warp". steps: indices of the steps to draw (None:
-    all). first: array -> the first element drawn (the first that was touched). cells: the most cells drawn of an array
-    (256, or 512 if cells hold several elements). per_cell: elements in a cell, one number or array -> number; 16
-    bfloat16 are a sector.
-    """
-    if by not in ("thread", "warp"):
-        raise InputError(f"by is {by!r}; 'thread' and 'warp' are accepted")
+    arrays: names (None: all that were touched). steps: indices of the steps to draw (None: all). cells: the most cells
+    drawn of an array (256, or 512 if cells hold several elements). per_cell: elements in a cell; 16 bfloat16 are a
+    sector."""
     chosen = trace.steps if steps is None else [trace[index] for index in steps]
-    panels = []
-    for name in _names(trace, arrays):
-        size = per_cell if isinstance(per_cell, int) else per_cell.get(name, 1)
-        for way in KIND_OF:
-            if touches := _touches(chosen, name, way, by, size):
-                most = cells or (CELLS if size == 1 else 2 * CELLS)
-                panels.append(_Panel.of_touches(trace, name, way, by, touches, size, most, (first or {}).get(name)))
+    most = cells or (CELLS if per_cell == 1 else 2 * CELLS)
+    panels = [
+        _Panel.of_touches(trace, name, way, touches, per_cell, most)
+        for name in _names(trace, arrays)
+        for way in KIND_OF
+        if (touches := _touches(chosen, name, way, per_cell))
+    ]
     if not panels:
         raise InputError("no array was touched in these steps; steps that read or write are accepted")
     colours = dict.fromkeys(colour for panel in panels for line in panel.colours for colour in line if colour)
-    figure = _stacked(panels, colours)
+    title = f"Who touches what, in a block of {math.prod(trace.block_shape)} threads"
     if steps is not None and len(chosen) == 1:
         title = f"One step: {_escaped(chosen[0].describe())}"
-    else:
-        title = f"Who touches what, in a block of {math.prod(trace.block_shape)} threads"
-    return _titled(
-        figure,
-        f"{title}<br><sup>number: the {by}; ×n: n of them; all: the whole block; framed: written or updated</sup>",
-    )
+    key = "number: the thread; ×n: n of them; all: the whole block; framed: written or updated"
+    return _titled(_stacked(panels, colours), f"{title}<br><sup>{key}</sup>")
 
 
 def step_view(
     trace: Trace,
     step: int,
     *,
-    arrays: Iterable[str] | None = None,
-    page: Mapping[str, int] | int = CELLS,
+    page: int = CELLS,
     text: Mapping[str, Callable[[int, object], str]] | None = None,
     only: Mapping[str, Callable[[object], bool]] | None = None,
 ) -> go.Figure:
@@ -93,32 +83,21 @@ def step_view(
     Blue is read, orange is written, and a frame marks elements that have been written; the place of a fault is red.
     Above the arrays: each lane of the warp, whether it takes part, its value and the watched expressions.
 
-    arrays: names (None: all that were touched). page: how many elements of an array are drawn; the page that was
-    touched last is shown. text: array -> a function of (element, value) that gives the text of a cell, such as
-    `packed_text`. only: array -> a function of a value that says whether its cell has a text (every cell has a hover
-    text): texts are most of what a browser draws anew at each move.
-    """
-    figure = _titled(_stacked(_step_panels(trace, step, arrays, page, text, only), STEP_COLOURS), "", 102)
-    move_step_view(figure, trace, step, arrays=arrays, page=page, text=text, only=only)
+    page: how many elements of an array are drawn; the page that was touched last is shown. text: array -> a function of
+    (element, value) that gives the text of a cell, such as `packed_text`. only: array -> a function of a value that
+    says whether its cell has a text (every cell has a hover text): texts are most of what a browser draws anew at each
+    move."""
+    figure = _titled(_stacked(_step_panels(trace, step, page, text or {}, only or {}), STEP_COLOURS), "", 102)
+    move_step_view(figure, trace, step, page=page, text=text, only=only)
     return figure
 
 
-def move_step_view(
-    figure: go.Figure,
-    trace: Trace,
-    step: int,
-    *,
-    arrays: Iterable[str] | None = None,
-    page: Mapping[str, int] | int = CELLS,
-    text: Mapping[str, Callable[[int, object], str]] | None = None,
-    only: Mapping[str, Callable[[object], bool]] | None = None,
-) -> None:
+def move_step_view(figure: go.Figure, trace: Trace, step: int, page: int = CELLS, text=None, only=None) -> None:
     """Show another step in a figure that `step_view` made with the same options (a FigureWidget of it too).
 
     Its size and places are the same at every step, so only what stands in the cells is set: a tenth of the work of
-    drawing it anew.
-    """
-    _fill(figure, _step_panels(trace, step, arrays, page, text, only), STEP_COLOURS)
+    drawing it anew."""
+    _fill(figure, _step_panels(trace, step, page, text or {}, only or {}), STEP_COLOURS)
     figure.layout.title.text = _step_title(trace, trace[step], text or {})
 
 
@@ -137,110 +116,61 @@ def packed_text(words: int, dtype: str = "bfloat16") -> Callable[[int, object], 
 def sectors_figure(counts: Mapping[str, Counts]) -> go.Figure:
     """Bytes that the lanes asked for, and bytes of the sectors that they touched. counts: version -> Counts.
 
-    Not every sector comes from memory: one that is touched again soon is still in the L1 cache.
-    """
-    if not counts:
-        raise InputError("there are no counts; at least one version is accepted")
-    figure = make_subplots(
-        rows=1, cols=2, horizontal_spacing=0.1, subplot_titles=["read from global memory", "written to global memory"]
-    )
+    Not every sector comes from memory: one that is touched again soon is still in the L1 cache."""
+    titles = ["read from global memory", "written to global memory"]
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.1, subplot_titles=titles)
+    names = {"asked": "bytes the lanes ask for", "moved": f"bytes in the {SECTOR}-byte sectors touched"}
+    looks = {names["asked"]: {"colour": plots.SKY}, names["moved"]: {"colour": plots.BLUE, "pattern": {"shape": "/"}}}
     for column, sort in ((1, "global_reads"), (2, "global_writes")):
-        traffic = [getattr(each, sort) for each in counts.values()]
-        asked, moved = [t.bytes for t in traffic], [SECTOR * t.sectors for t in traffic]
-        unit, per = _unit(max([*asked, *moved]))
-        for name, values, colour, pattern in (
-            ("bytes the lanes ask for", asked, plots.SKY, ""),
-            (f"bytes in the {SECTOR}-byte sectors touched", moved, plots.BLUE, "/"),
-        ):
-            shown = [f"{value / per:.3g}" for value in values]
-            if values is moved:
-                shown = [
-                    f"{text}<br>×{m / a:.3g}" if a else text for text, m, a in zip(shown, moved, asked, strict=True)
-                ]
-            figure.add_bar(
-                x=list(counts),
-                y=[value / per for value in values],
-                name=name,
-                legendgroup=name,
-                showlegend=column == 1,
-                text=shown,
-                textposition="outside",
-                cliponaxis=False,
-                textangle=0,
-                marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": "white", "size": 7}},
-                hovertemplate=f"%{{x}}: %{{y:,.4g}} {unit}, {name}<extra></extra>",
-                row=1,
-                col=column,
-            )
-        figure.update_yaxes(title_text=unit, range=[0, 1.22 * max([*asked, *moved, 1]) / per], row=1, col=column)
-    figure = plots.styled(figure, "What was asked for, and the sectors touched", height=400)
-    figure.update_annotations(font_size=13)
-    return figure.update_layout(legend={"y": -0.12, "yanchor": "top"}, margin_b=70)
-
-
-BOUND_LOOKS = ((plots.SKY, "/"), (plots.ORANGE, "x"), (plots.GREEN, "."), (plots.PURPLE, "-"))
+        each = {version: getattr(count, sort) for version, count in counts.items()}
+        rows = [{"version": v, "asked": t.bytes, "moved": SECTOR * t.sectors} for v, t in each.items()]
+        most = max(max(row["asked"], row["moved"]) for row in rows)
+        unit, per = next(((u, p) for u, p in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if most >= p), ("bytes", 1.0))
+        for key, name in names.items():
+            size = lambda row, key=key, per=per: row[key] / per
+            more = lambda row: f"<br>×{row['moved'] / row['asked']:.3g}" if row["asked"] else ""
+            shown = lambda row, key=key, size=size: f"{size(row):.3g}" + (more(row) if key == "moved" else "")
+            said = lambda row, size=size, name=name, unit=unit: f"{row['version']}: {size(row):,.4g} {unit}, {name}"
+            place = {"looks": looks, "row": 1, "col": column}
+            bars(figure, rows, "version", size, lambda row, name=name: name, hover=said, text=shown, **place)
+        figure.update_yaxes(title_text=unit, range=[0, 1.22 * max(most, 1) / per], row=1, col=column)
+    figure = finish(figure, "What was asked for, and the sectors touched", height=270)
+    return figure.update_annotations(font_size=13)
 
 
 def predicted_against_measured(rows: list[dict]) -> go.Figure:
     """The time that each part of the GPU would need by itself, beside the time that was measured.
 
-    rows: {version, predicted_ms: bound -> milliseconds, measured_ms (or None), recorded: where and when}. The reader's
-    own times are drawn as points if rows have them: yours_ms, yours (what to call them), yours_predicted_ms (for the
-    reader's GPU, or None). The bars then say that they are an H100's.
-    """
-    if not rows:
-        raise InputError("there are no rows; at least one version is accepted")
-    versions = [row["version"] for row in rows]
-    places = sorted({row["recorded"] for row in rows if row.get("measured_ms") is not None})
-    figure = go.Figure()
-    own = [row for row in rows if row.get("yours_ms") is not None]
-    whose = "predicted for an H100" if own else "predicted"
-    bounds = list(dict.fromkeys(bound for row in rows for bound in row["predicted_ms"]))
-    for (colour, pattern), bound in zip(BOUND_LOOKS, bounds, strict=False):
-        times = [row["predicted_ms"].get(bound) for row in rows]
-        limits = [max(row["predicted_ms"], key=row["predicted_ms"].get) == bound for row in rows]
-        figure.add_bar(
-            x=versions,
-            y=times,
-            name=f"{whose}: {bound}",
-            textposition="outside",
-            cliponaxis=False,
-            textangle=0,
-            text=[_bar_text(t, limit) for t, limit in zip(times, limits, strict=True)],
-            marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": "white", "size": 6}},
-            hovertemplate=f"%{{x}}: {bound} needs at least %{{y:.4f}} ms<extra></extra>",
-        )
-    figure.add_bar(
-        x=versions,
-        y=[row.get("measured_ms") for row in rows],
-        marker_color=plots.INK,
-        name="measured" + (f" ({places[0]})" if len(places) == 1 else ""),
-        textposition="outside",
-        cliponaxis=False,
-        textangle=0,
-        text=[_bar_text(row.get("measured_ms"), False) for row in rows],
-        customdata=[row.get("recorded", "") for row in rows],
-        hovertemplate="%{x}: measured %{y:.4f} ms, %{customdata}<extra></extra>",
+    rows: of data.against_time. The reader's own times are points, and the bars then say that they are an H100's."""
+    own = [row for row in rows if row["yours_ms"] is not None]
+    bounds = [*dict.fromkeys(bound for row in rows for bound in row["predicted_ms"])]
+    name = {bound: f"{'predicted for an H100' if own else 'predicted'}: {bound}" for bound in bounds}
+    shapes = zip(name.values(), ((plots.SKY, "/"), (plots.ORANGE, "x"), (plots.GREEN, "."), (plots.PURPLE, "-")))
+    looks = {name: {"colour": colour, "pattern": {"shape": shape}} for name, (colour, shape) in shapes}
+    shown = []
+    for row in rows:
+        most = max(row["predicted_ms"].values())
+        for bound, ms in row["predicted_ms"].items():
+            shown.append({"version": row["version"], "ms": ms, "of": name[bound], "limit": ms == most})
+    shown += [row | {"ms": row["measured_ms"], "of": "measured", "limit": False} for row in rows if row["measured_ms"]]
+    short = lambda row: f"{row['ms']:.2g}" if row["ms"] < 0.1 else f"{row['ms']:.3g}"
+    text, said = (
+        lambda row: f"<b>{short(row)}</b>" if row["limit"] else short(row),
+        lambda row: f"{row['of']}: {row['ms']:.4f} ms",
     )
-    for key, name, symbol in (
+    looks["measured"] = {"colour": plots.INK}
+    figure = bars(go.Figure(), shown, "version", "ms", "of", hover=said, text=text, looks=looks)
+    for key, called, symbol in (
         ("yours_predicted_ms", "predicted for your GPU", "diamond-open"),
         ("yours_ms", own[0]["yours"] if own else "", "diamond"),
     ):
-        if points := [row for row in own if row.get(key) is not None]:
-            figure.add_scatter(
-                x=[row["version"] for row in points],
-                y=[row[key] for row in points],
-                name=name,
-                mode="markers",
-                marker={"symbol": symbol, "size": 12, "color": plots.RED},
-                hovertemplate="%{x}: %{y:.4f} ms<extra></extra>",
-            )
-    more = ("measured_ms", "yours_ms", "yours_predicted_ms")
-    times = [t for row in rows for t in (*row["predicted_ms"].values(), *map(row.get, more))]
-    most = max(t for t in times if t is not None)
-    figure.update_yaxes(title_text="ms", range=[0, 1.12 * (most or 1)])
-    figure = plots.styled(figure, "Predicted from counts (bold: the limit), and measured", height=400)
-    return figure.update_layout(legend={"y": -0.1, "yanchor": "top"}, margin={"t": 60, "b": 80})
+        points = [row | {"ms": row[key], "of": called} for row in own if row[key] is not None]
+        look = {called: {"colour": plots.RED, "symbol": symbol, "size": 12}}
+        lines(figure, points, "version", "ms", "of", hover=said, looks=look, mode="markers")
+        shown += points
+    recorded = [row for row in rows if row["measured_ms"]]
+    figure = finish(figure, "Predicted from counts (bold: the limit), and measured", recorded, 270, y="ms")
+    return figure.update_yaxes(range=[0, 1.12 * max(row["ms"] for row in shown)])
 
 
 # ---- panels of cells ----
@@ -263,88 +193,55 @@ class _Panel:
         self.framed[line][column] = framed
 
     @classmethod
-    def of_touches(
-        cls, trace: Trace, name: str, way: str, by: str, touches: dict, size: int, most: int, start: int | None
-    ) -> _Panel:
+    def of_touches(cls, trace: Trace, name: str, way: str, touches: dict, size: int, most: int) -> _Panel:
         array = trace.arrays[name]
-        total = -(-math.prod(array.shape) // size)
         across = _across(array) if size == 1 else ACROSS_WIDE
-        if start is not None and not 0 <= start < math.prod(array.shape):
-            raise InputError(f"first is {start} for {name}, which has {math.prod(array.shape)} elements")
-        start = min(touches) if start is None else start // size
-        start -= start % across
-        shown = min(most, total - start, max(1, -(-(max(touches) + 1 - start) // across)) * across)
-        what = f"<b>{name}</b>, {_kind(array)}: {way} by {by}"
+        start = min(touches) // across * across
+        total, end = -(-math.prod(array.shape) // size), max(touches) + 1
+        shown = min(most, total - start, max(1, -(-(end - start) // across)) * across)
+        what = f"<b>{name}</b>, {_kind(array)}: {way} by thread"
         if size > 1:
             what += f"; {size} elements ({size * array.itemsize} bytes) a cell, {len(touches)} cells touched"
-        if start + shown <= max(touches):
-            what += f"; the first {shown} of {max(touches) + 1 - start:,} cells"
+        if start + shown < end:
+            what += f"; the first {shown} of {end - start:,} cells"
         panel = cls(what, -(-shown // across), across, 24 if size == 1 else 19)
         panel.width = ACROSS if size == 1 else ACROSS_WIDE
         panel.labels = [_coordinates(array, (start + line * across) * size) for line in range(len(panel.labels))]
-        everyone = math.prod(trace.block_shape) if by == "thread" else -(-math.prod(trace.block_shape) // 32)
+        everyone = math.prod(trace.block_shape)
         for place in range(shown):
-            element = (start + place) * size
-            where = f"{name}[{_coordinates(array, element)}]" + (f" and {size - 1} more" if size > 1 else "")
+            more = f" and {size - 1} more" if size > 1 else ""
+            where = f"{name}[{_coordinates(array, (start + place) * size)}]{more}"
             if start + place not in touches:
                 panel.put(place, UNTOUCHED, "", f"{where}: not {way}")
                 continue
             who, line, value = touches[start + place]
-            panel.put(
-                place,
-                _colour(who, by),
-                "all" if len(who) == everyone > 1 else _numbers(who),
-                f"{where}: {way} by {by} {_numbers(who, spelled=True)}<br>{line.file}:{line.number}: "
-                f"{_escaped(line.text)}<br>value {value}",
-                framed=way != "read",
-            )
+            said = f"{where}: {way} by thread {_spelled(who)}<br>{_source(line)}<br>value {value}"
+            text = "all" if len(who) == everyone > 1 else _numbers(who)
+            panel.put(place, _colour(who), text, said, framed=way != "read")
         return panel
 
     @classmethod
     def of_lanes(cls, trace: Trace, index: int, text: Mapping[str, Callable]) -> _Panel:
-        step = trace[index]
-        watched = trace.at(index).watched
+        step, watched = trace[index], trace.at(index).watched
         names = [*dict.fromkeys(watch.name for watch in trace.watches)]
-        value_row = {"read": "reads", "write": "writes", "atomic": "leaves", "warp": "gets", "watch": "is"}.get(
-            step.kind, ""
-        )
-        panel = cls(
-            f"the lanes of warp {step.warp}; strong: take part in this step",
-            2 + len(names),
-            ACROSS,
-            28 if text else 22,
-            9 if text else 10,
-        )
-        panel.labels = ["lane", value_row, *map(_escaped, names)]
-        now = (
-            dict(zip(step.threads, step.values, strict=True)) if step.kind != "barrier" else dict.fromkeys(step.threads)
-        )
+        does = {"read": "reads", "write": "writes", "atomic": "leaves", "warp": "gets", "watch": "is"}
+        caption = f"the lanes of warp {step.warp}; strong: take part in this step"
+        panel = cls(caption, 2 + len(names), ACROSS, 28 if text else 22, 9 if text else 10)
+        panel.labels = ["lane", does.get(step.kind, ""), *map(_escaped, names)]
+        values = step.values if step.kind != "barrier" else [None] * len(step.threads)
+        now = dict(zip(step.threads, values, strict=True))
         shows = dict(zip(step.threads, step.elements, strict=True)) if step.array in text and step.count == 1 else {}
-        threads = min(ACROSS, math.prod(trace.block_shape) - ACROSS * step.warp)
-        for lane in range(threads):
+        for lane in range(min(ACROSS, math.prod(trace.block_shape) - ACROSS * step.warp)):
             thread = ACROSS * step.warp + lane
-            part = thread in now
-            panel.put(
-                lane,
-                _now(step) if part else UNTOUCHED,
-                f"{lane}",
-                f"thread {thread}" + " takes part" * part,
-            )
-            value = now.get(thread)
-            shown = (
-                text[step.array](shows[thread], value) if thread in shows else "" if value is None else _short(value)
-            )
-            panel.put(
-                ACROSS + lane, UNTOUCHED, shown, f"thread {thread}: {'nothing' if value is None else _long(value)}"
-            )
+            part, value = thread in now, now.get(thread)
+            panel.put(lane, _now(step) if part else UNTOUCHED, f"{lane}", f"thread {thread}" + " takes part" * part)
+            said = f"thread {thread}: {'nothing' if value is None else _long(value)}"
+            shown = text[step.array](shows[thread], value) if thread in shows else _short(value)
+            panel.put(ACROSS + lane, UNTOUCHED, shown, said)
             for row, name in enumerate(names, 2):
                 last = watched.get(name, {}).get(thread)
-                panel.put(
-                    row * ACROSS + lane,
-                    UNTOUCHED,
-                    "" if last is None else _short(last),
-                    f"{_escaped(name)} in thread {thread}: {'not yet seen' if last is None else _long(last)}",
-                )
+                said = f"{_escaped(name)} in thread {thread}: {'not yet seen' if last is None else _long(last)}"
+                panel.put(row * ACROSS + lane, UNTOUCHED, _short(last), said)
         return panel
 
     @classmethod
@@ -373,31 +270,18 @@ class _Panel:
             if when >= 0:
                 colour = PALE_WRITTEN if last.wrote[place] else PALE_READ
                 past = f"{'written' if last.wrote[place] else 'read'} by thread {last.thread[place]} in step {when}"
-            panel.put(
-                place,
-                _now(step) if element in now else colour,
-                shows,
-                f"{name}[{_coordinates(array, element)}] = {_long(value) if known else 'never written'}<br>{past}",
-                framed=bool(last.written[place]),
-            )
+            said = f"{name}[{_coordinates(array, element)}] = {_long(value) if known else 'never written'}<br>{past}"
+            framed = bool(last.written[place])
+            panel.put(place, _now(step) if element in now else colour, shows, said, framed)
         return panel
 
 
-def _step_panels(
-    trace: Trace,
-    step: int,
-    arrays: Iterable[str] | None,
-    page: Mapping[str, int] | int,
-    text: Mapping[str, Callable[[int, object], str]] | None,
-    only: Mapping[str, Callable[[object], bool]] | None,
-) -> list[_Panel]:
+def _step_panels(trace: Trace, step: int, page: int, text: Mapping, only: Mapping) -> list[_Panel]:
     if not 0 <= step < len(trace):
         raise InputError(f"step is {step!r}; this trace has steps 0 to {len(trace) - 1}")
-    panels = [_Panel.of_lanes(trace, step, text or {})]
-    for name in _names(trace, arrays):
-        size = page if isinstance(page, int) else page.get(name, CELLS)
-        panels.append(_Panel.of_state(trace, step, name, size, (text or {}).get(name), (only or {}).get(name)))
-    return panels
+    names = _names(trace, None)
+    states = [_Panel.of_state(trace, step, name, page, text.get(name), only.get(name)) for name in names]
+    return [_Panel.of_lanes(trace, step, text), *states]
 
 
 def _stacked(panels: list[_Panel], colours: Iterable[str]) -> go.Figure:
@@ -475,20 +359,16 @@ def _names(trace: Trace, arrays: Iterable[str] | None) -> list[str]:
     return [name for name in arrays if trace.touching(name) is not None]
 
 
-def _touches(steps: Iterable[Step], name: str, way: str, by: str, size: int) -> dict[int, tuple]:
-    """Cell -> (the threads or warps that touched it, the line and the value of the last touch)."""
-    found: dict[int, tuple[set, object, str]] = {}
-    for step in steps:
-        if step.kind != KIND_OF[way]:
-            continue
+def _touches(steps: Iterable[Step], name: str, way: str, size: int) -> dict[int, tuple]:
+    """Cell -> (the threads that touched it, the line and the value of the last touch)."""
+    found: dict[int, tuple] = {}
+    for step in (step for step in steps if step.kind == KIND_OF[way]):
         for thread, element, array, value in zip(step.threads, step.elements, step.arrays, step.values, strict=True):
-            if array != name:
-                continue
-            for i in range(max(1, step.count)):
+            for i in range(max(1, step.count)) if array == name else ():
                 cell = (element + i) // size
                 who = found[cell][0] if cell in found else set()
-                who.add(thread if by == "thread" else thread // 32)
-                found[cell] = (who, step.line, _long(value[i] if isinstance(value, tuple) else value))
+                said = _long(value[i] if isinstance(value, tuple) else value)
+                found[cell] = (who | {thread}, step.line, said)
     return found
 
 
@@ -539,30 +419,30 @@ def _now(step: Step) -> str:
     return colours.get(step.kind, plots.GREY)
 
 
-def _colour(who: set[int], by: str) -> str:
+def _colour(who: set[int]) -> str:
     least, most = min(who), max(who)
     if len(who) > 1 and not (most - least + 1 == len(who) < 32):
         return SHARED_BY_MANY
-    number = (least + most) // 2
-    return LANE_COLOURS[number % 32] if by == "thread" else LANE_COLOURS[number * 9 % 32]
+    return LANE_COLOURS[(least + most) // 2 % 32]
 
 
-def _numbers(who: set[int], spelled: bool = False) -> str:
-    """{3} -> "3", {0, .., 15} -> "0–15", others "×n"; spelled: how many, and the first and the last."""
+def _numbers(who: set[int]) -> str:
+    """{3} -> "3", {0, .., 15} -> "0–15", others "×n"."""
     least, most = min(who), max(who)
     if len(who) == 1:
         return f"{least}"
-    run = most - least + 1 == len(who)
-    if spelled:
-        few = ", ".join(map(str, sorted(who)[:-1])) + f" and {most}"
-        return (
-            f"{least} to {most}"
-            if run and len(who) > 2
-            else few
-            if len(who) <= 4
-            else f"{least} to {most}, {len(who)} of them"
-        )
-    return f"{least}–{most}" if run and len(who) < 32 else f"×{len(who)}"
+    return f"{least}–{most}" if most - least + 1 == len(who) < 32 else f"×{len(who)}"
+
+
+def _spelled(who: set[int]) -> str:
+    """The threads in words: how many, and the first and the last."""
+    *few, most = sorted(who)
+    if not few:
+        return f"{most}"
+    if len(who) > 2 and most - few[0] + 1 == len(who):
+        return f"{few[0]} to {most}"
+    several = f"{few[0]} to {most}, {len(who)} of them"
+    return f"{', '.join(map(str, few))} and {most}" if len(who) <= 4 else several
 
 
 def _across(array) -> int:
@@ -581,7 +461,9 @@ def _coordinates(array, element: int) -> str:
 
 
 def _short(value) -> str:
-    """A number in four or five characters."""
+    """A number in four or five characters; "" for None."""
+    if value is None:
+        return ""
     if isinstance(value, tuple):
         return f"{len(value)}×"
     if isinstance(value, float):
@@ -598,24 +480,9 @@ def _short(value) -> str:
 def _long(value) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_long, value))})"
-    return (
-        f"{value:.6g}"
-        if isinstance(value, float)
-        else f"{value} (0x{value % 2**64:x})"
-        if abs(value) > 999
-        else f"{value}"
-    )
-
-
-def _bar_text(value: float | None, bold: bool) -> str:
-    if value is None:
-        return ""
-    text = f"{value:.2g}" if value < 0.1 else f"{value:.3g}"
-    return f"<b>{text}</b>" if bold else text
-
-
-def _unit(most: float) -> tuple[str, float]:
-    return next(((unit, per) for unit, per in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if most >= per), ("bytes", 1))
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{value} (0x{value % 2**64:x})" if abs(value) > 999 else f"{value}"
 
 
 def _escaped(text: str) -> str:

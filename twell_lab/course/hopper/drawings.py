@@ -1,6 +1,6 @@
 """Drawings of notebook 09: the chip, its threads, a tile's way, the pipeline, the sums of wgmma, and a row's words.
 
-Numbers in them are read from the kernel's source (`tile.sizes`) or counted here; colour is never the only sign.
+Numbers in them are those of the kernel (`tile.SIZES`) or counted here; colour is never the only sign.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def chip() -> go.Figure:
 
 def levels() -> go.Figure:
     """From the grid to a lane, as the kernel's version 3 has them, with what each level shares."""
-    figure, size = go.Figure(), tile.sizes()
+    figure, size = go.Figure(), tile.SIZES
     clusters, groups = MULTIPROCESSORS // size.cluster, size.threads // 128
     rows = (  # what is drawn, who of them is chosen, what the level is
         ([*map(str, range(11)), f"… {clusters - 1}"], 2, f"<b>grid</b>: {clusters} clusters, a block for each SM"),
@@ -93,7 +93,7 @@ def levels() -> go.Figure:
 
 def way() -> go.Figure:
     """A tile's way: from memory to shared memory, through the tensor cores into registers, and out as words."""
-    figure, size = go.Figure(), tile.sizes()
+    figure, size = go.Figure(), tile.SIZES
     box(figure, 0.5, 32, 12, 20, plots.FAINT, "<b>memory</b><br>x, weights")
     box(figure, 20, 32, 11, 20, PALE, "<b>L2 cache</b>")
     of_x, of_w = (2 * size.depth * n // KIB for n in (size.rows, size.columns))
@@ -137,7 +137,7 @@ def way() -> go.Figure:
 
 def cluster() -> go.Figure:
     """Return what two blocks of a cluster fetch for one step: each its rows of x, and half of the weights for both."""
-    figure, size = go.Figure(), tile.sizes()
+    figure, size = go.Figure(), tile.SIZES
     of_x, of_w = (2 * size.depth * n // KIB for n in (size.rows, size.columns))
     half = of_w // size.cluster
     box(figure, 36, 2, 28, 10, PALE, "<b>L2 cache</b>")

@@ -1,18 +1,18 @@
 """What a tile goes through in kernels/sm90_gate_pack.cu, computed: its sizes, who holds which sum, how a row becomes
 words, and when the warpgroups work.
 
-Data in, data out, nothing drawn. Sizes are read from the kernel's source; the layout of the sums is that of the PTX ISA
+Nothing is drawn. Sizes are those that the kernel is compiled with; the layout of the sums is that of the PTX ISA
 (wgmma.mma_async, accumulators of m64nNk16).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...core import InputError
 from ...cuda.launch import Buffer, Call, run
 from ...formats import packed_and_pool
 from ...formats.twell import POOL_ROWS, TILE, WORDS, fires, join_words
@@ -24,30 +24,23 @@ QUAD = 4  # lanes that share a row
 VALUE = 2  # bytes of a 16-bit value
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of one version of the kernel: a block's tile is `rows` tokens by `columns` neurons, walked in steps of `depth`
-    along d_model. cluster: how many blocks share what they fetch; shared: bytes of shared memory of a block."""
+class Sizes(NamedTuple):
+    """Of the kernel's version 3: a block's tile is `rows` tokens by `columns` neurons, walked in steps of `depth` along
+    d_model. cluster: how many blocks share what they fetch; stage, shared: bytes of a stage, of a block's shared
+    memory."""
 
-    rows: int
-    columns: int
-    depth: int
-    stages: int
-    consumers: int
-    threads: int
-    cluster: int
-    stage: int
-    shared: int
+    rows: int = gate_pack.BM
+    columns: int = gate_pack.BN
+    depth: int = gate_pack.BK
+    stages: int = gate_pack.STAGES
+    consumers: int = gate_pack.CONSUMERS
+    threads: int = gate_pack.THREADS
+    cluster: int = gate_pack.CLUSTER
+    stage: int = VALUE * (gate_pack.BM + gate_pack.BN) * gate_pack.BK
+    shared: int = dict(gate_pack.SM90.constants)["LAUNCH_SHARED"]
 
 
-def sizes(version: int = 3) -> Sizes:
-    """The sizes of the kernel, of version 1 to 3."""
-    if version not in (1, 2, 3):
-        raise InputError(f"version is {version!r}; 1, 2 and 3 are accepted")
-    kernel, stage = gate_pack, VALUE * (gate_pack.BM + gate_pack.BN) * gate_pack.BK
-    shared = dict(kernel.SM90.constants)["LAUNCH_SHARED"]
-    counts = (kernel.STAGES, kernel.CONSUMERS, kernel.THREADS, 1 if version == 1 else kernel.CLUSTER)
-    return Sizes(kernel.BM, kernel.BN, kernel.BK, *counts, stage, shared)
+SIZES = Sizes()
 
 
 def stages_that_fit(rows: int, columns: int, depth: int, shared: int, kept: int) -> int:
@@ -57,37 +50,31 @@ def stages_that_fit(rows: int, columns: int, depth: int, shared: int, kept: int)
 
 def l2_bytes(tokens: int, d_model: int, d_ff: int, cluster: int) -> int:
     """Bytes that all blocks ask the L2 cache for, at whole tiles: each its rows of x, and its part of the weights'."""
-    size = sizes()
-    tiles = tokens // size.rows * (d_ff // size.columns)
-    return VALUE * d_model * tiles * (size.rows + size.columns // cluster)
+    tiles = tokens // SIZES.rows * (d_ff // SIZES.columns)
+    return VALUE * d_model * tiles * (SIZES.rows + SIZES.columns // cluster)
 
 
 # ---- who holds which sum ----
 
 
-def sums(columns: int = TILE) -> tuple[Tensor, Tensor, Tensor]:
-    """(warp of its warpgroup, lane, register) of each sum of a 64 x `columns` tile: int64 [64, columns] each.
-
-    columns: a multiple of 8, at most 256, as wgmma takes them."""
-    if columns % 8 or not 8 <= columns <= 256:
-        raise InputError(f"columns is {columns}; multiples of 8 from 8 to 256 are accepted")
-    row, column = torch.meshgrid(torch.arange(ROWS), torch.arange(columns), indexing="ij")
+def sums() -> tuple[Tensor, Tensor, Tensor]:
+    """(warp of its warpgroup, lane, register) of each sum of a 64 x 256 tile: int64 [64, 256] each."""
+    row, column = torch.meshgrid(torch.arange(ROWS), torch.arange(TILE), indexing="ij")
     lane = row % 8 * QUAD + column % 8 // 2
     register = column // 8 * 4 + row % 16 // 8 * 2 + column % 2
     return row // 16, lane, register
 
 
-def neuron_at(place: int, columns: int = TILE) -> int:
+def neuron_at(place: int) -> int:
     """The neuron of a tile whose weights the kernel puts at row `place` of them, so that each lane of a quad holds
     neighbouring neurons in order."""
-    return columns // QUAD * (place % 8 // 2) + 2 * (place // 8) + place % 2
+    return TILE // QUAD * (place % 8 // 2) + 2 * (place // 8) + place % 2
 
 
 # ---- how a row becomes words ----
 
 
-@dataclass(frozen=True)
-class PackedRow:
+class PackedRow(NamedTuple):
     """One row of a tile. held: for each lane of the quad the neurons that fire among its own; before: how many fire in
     the lanes before it; words: those in use, as TwELL stores them."""
 
@@ -101,8 +88,6 @@ def pack_row(gate: Tensor) -> PackedRow:
 
     gate: [256]. Each lane marks who fires among its 64, counts them, learns by shuffles how many there are before it,
     and writes its own to the words from there on."""
-    if gate.shape != (TILE,) or gate.element_size() != VALUE:
-        raise InputError(f"gate is {gate.dtype} {list(gate.shape)}; 16-bit values [{TILE}] are accepted")
     quarters = gate.view(QUAD, -1)
     marks = fires(quarters)  # a bit for each register of a lane
     counts = marks.sum(1)  # __popc
@@ -124,8 +109,6 @@ def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[
     pool, in the simulator, on 16 drawn rows of one tile.
 
     counts: how many values each row keeps. Raises StackError without a C++ compiler."""
-    if len(counts) != POOL_ROWS or not all(0 <= count <= TILE for count in counts):
-        raise InputError(f"counts is {counts}; {POOL_ROWS} of 0 to {TILE} are accepted")
     gate = -torch.rand(POOL_ROWS, TILE)
     for row, count in enumerate(counts):
         gate[row, torch.randperm(TILE)[:count]] = torch.rand(count) + 0.01
@@ -151,30 +134,38 @@ PRODUCER, TENSOR, PACKING = "copy engine", "tensor cores", "consumers' warps"
 
 
 def schedule(beside: bool, tiles: int = 3, steps: int = 8, load: float = 0.7, pack: float = 1.0) -> list[dict]:
-    """Who does what when, in a model of the pipeline: rows with who, what, stage (None: none), tile, start and end.
+    """Who does what when, in a model of the pipeline: rows with who, what, stage (None: none), start and end.
 
     A step of a product takes 1, filling its stage `load`, packing a tile `pack`. The copy engine fills a stage as soon
     as it was read; a step waits for its stage. beside: tiles are packed in pieces, one in each step of the next tile;
     otherwise the tensor cores wait while a tile is packed."""
-    stages = sizes().stages
     found: list[dict] = []
-    free, engine, now = [0.0] * stages, 0.0, 0.0
+
+    def work(who: str, start: float, end: float, what: str = "", stage: int | None = None) -> None:
+        found.append({"who": who, "what": what, "stage": stage, "start": start, "end": end})
+
+    free, engine, now = [0.0] * SIZES.stages, 0.0, 0.0
     for tile in range(tiles):
         for step in range(steps):
-            stage = (tile * steps + step) % stages
-            engine = max(engine, free[stage])
-            found.append(_piece(PRODUCER, f"{step}", stage, tile, engine, engine + load))
-            engine += load
+            stage = (tile * steps + step) % SIZES.stages
+            filled = max(engine, free[stage])
+            engine = filled + load
+            work(PRODUCER, filled, engine, f"{step}", stage)
             start = max(now, engine)
             now = free[stage] = start + 1
-            found.append(_piece(TENSOR, f"{step}", stage, tile, start, now))
+            work(TENSOR, start, now, f"{step}", stage)
             if beside and tile:
-                found.append(_piece(PACKING, "", None, tile - 1, start, start + pack / steps))
+                work(PACKING, start, start + pack / steps)
         if not beside or tile == tiles - 1:
-            found.append(_piece(PACKING, "pack", None, tile, now, now + pack))
+            work(PACKING, now, now + pack, "pack")
             now += pack
     return found
 
 
-def _piece(who: str, what: str, stage: int | None, tile: int, start: float, end: float) -> dict:
-    return {"who": who, "what": what, "stage": stage, "tile": tile, "start": start, "end": end}
+def wall_time(launch: float, kernels: Sequence[float]) -> float:
+    """When the result of a call is there. launch: how long the host takes for each launch. kernels: how long each takes
+    on the GPU; one starts when it has been launched and the one before it has ended."""
+    done: float = 0
+    for number, kernel in enumerate(kernels, 1):
+        done = max(done, number * launch) + kernel
+    return done

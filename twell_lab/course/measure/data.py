@@ -159,37 +159,6 @@ def recorded_calls(d_model: int, d_ff: int, nnz: float) -> list[dict]:
     return sorted(newest("inference", "", wanted), key=lambda row: row["tokens"])
 
 
-def plain_calls(rows: list[dict]) -> str:
-    """Between which times as fast as dense plain calls lie, those that wait for the launches too: a line for each
-    `where` of the rows that has them. rows: `recorded_calls`, and rows of bench.ffn on a GPU with `where`."""
-    told = []
-    for where in dict.fromkeys(row["where"] for row in rows):
-        timed = [
-            {**row, "x": row["dense_wall_ms"] / row["wall_ms"]}
-            for row in rows
-            if row["where"] == where and row.get("wall_ms")
-        ]
-        if timed:
-            low, high = (
-                f"{row['x']:.2f}x ({row['tokens']:,} token{'s' * (row['tokens'] > 1)})"
-                for row in (pick(timed, key=lambda row: row["x"]) for pick in (min, max))
-            )
-            told.append(f"Plain calls, TwELL: {low} to {high} as fast; {where}.")
-    return "\n".join(told) or "No times of plain calls are recorded in this checkout."
-
-
-def recorded_zeros(rows: list[dict]) -> str:
-    """Return how many times as fast the recorded dense products were on zeros as on random values, by device and day.
-
-    rows: recorded("matmul_data")."""
-    told = []
-    for device in dict.fromkeys(row["device"] for row in rows):
-        mine = {row["workload"]: row for row in rows if row["device"] == device}
-        x = as_fast({name: row["samples"] for name, row in mine.items()}, "zeros", "random")
-        told.append(f"{x} recorded on {device}, {mine['zeros']['date'][:10]}")
-    return "; ".join(told) or "no GPU's is recorded in this checkout"
-
-
 def turning(table: list[dict], path: str) -> str:
     """Up to which measured density `path` is faster than dense, and from which on slower, in words.
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...core import InputError
 from ...ops.clock import quartiles
-from ..drawing import row_at
+from ..drawing import row_at, say, squares
 from .data import ms
 
 LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE, "ELL": plots.BLUE}
@@ -27,12 +24,8 @@ def bars(
     samples: name -> milliseconds; base: the name that the others are compared with, drawn grey; shown: what the axis
     says of the bars, where single readings stand beside medians.
     """
-    if not samples:
-        raise InputError("samples is empty; at least one named list of milliseconds is accepted")
     names = list(samples)
     middle = {name: quartiles(values)[0] for name, values in samples.items()}
-    if wrong := [value for value in middle.values() if not 0 < value < math.inf]:
-        raise InputError(f"a median time is {wrong[0]}; milliseconds above zero are accepted")
     low, high = {}, {}
     for name in names:
         values = sorted(samples[name])
@@ -56,14 +49,8 @@ def bars(
     for name, end in zip(names, reach, strict=True):
         times = middle[base] / middle[name] if base else 1.0
         ratio = f"  ({times:{',.0f' if times >= 100 else '.3g'}}x)" if base and name != base else ""
-        figure.add_annotation(
-            x=end, y=name, text=f"{ms(middle[name])}{ratio}", showarrow=False, xanchor="left", xshift=8
-        )
-    figure.update_xaxes(
-        title_text=f"milliseconds ({shown})",
-        rangemode="tozero",
-        range=[0, 1.28 * max(reach)],
-    )
+        say(figure, end, name, f"{ms(middle[name])}{ratio}", "left", xshift=8)
+    figure.update_xaxes(title_text=f"milliseconds ({shown})", rangemode="tozero", range=[0, 1.28 * max(reach)])
     figure.update_yaxes(autorange="reversed", automargin=True, categoryorder="array", categoryarray=names)
     return plots.styled(figure, title, height=150 + 44 * len(names))
 
@@ -74,20 +61,9 @@ def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
     cells = [[None] * across for _ in range(down)]
     for i, on in enumerate(fires):
         cells[i // across][i % across] = int(on)
-    figure = go.Figure(
-        go.Heatmap(
-            z=cells,
-            zmin=0,
-            zmax=1,
-            showscale=False,
-            xgap=1,
-            ygap=1,
-            hoverongaps=False,
-            colorscale=[[0, "#EDEDED"], [1, plots.RED]],
-            y=[line * across for line in range(down)],
-            hovertemplate="neuron %{y} + %{x}<extra></extra>",
-        )
-    )
+    looks = {"xgap": 1, "ygap": 1, "hovertemplate": "neuron %{y} + %{x}<extra></extra>"}
+    y = [line * across for line in range(down)]
+    figure = squares(go.Figure(), cells, ("#EDEDED", plots.RED), y=y, **looks)
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False, autorange="reversed")
     title = f"One token: {sum(map(bool, fires))} of {len(fires):,} neurons fire (orange)"
@@ -120,16 +96,7 @@ def against_density(table: list[dict], title: str, recorded: list[dict] | None =
             )
     figure.add_hline(y=1, line={"color": plots.INK, "width": 1})
     # On a log axis an annotation's place is the exponent: 0 is the line at 1x.
-    figure.add_annotation(
-        x=1,  # beside the line's right end: above and below it there may be points anywhere
-        xref="paper",
-        y=0,
-        xanchor="left",
-        yanchor="middle",
-        showarrow=False,
-        text="dense",
-        font={"size": 11},
-    )
+    say(figure, 1, 0, "dense", "left", 11, xref="paper")  # beside the line's end: elsewhere there may be points
     shares = sorted({100 * row["density"] for row in [*table, *(recorded or [])]})
     ticks = [share for i, share in enumerate(shares) if not i or share / shares[i - 1] > 1.3]
     figure.update_xaxes(

@@ -25,12 +25,11 @@ from ...layers.paths.cost import Firing
 from ...models import published
 from ...models.tiny import LanguageModel
 from ...ops.clock import dtype_for
-from ...training.text.load import tokenizer_of
 from ...training.text.source import spread_windows
+from ...training.text.tokenizer import tokenizer_of
 from ..sweep.data import checkpoints
 
 CONTEXT = 512  # tokens of a window at most
-CHEAP = 1.0  # percent of the loss that a cut may cost
 _PROSE = re.compile(r"[A-Za-z ,.;:'\"()!?\n-]{120,}")
 
 
@@ -144,11 +143,11 @@ def planned(plan: Plan, tokens: Sequence[int]) -> str:
     """Return how many layers a plan leaves dense, for each of these numbers of tokens."""
     said = []
     for count in tokens:
-        found = [
+        choices = [
             next((choice for most, choice in layer.choices.items() if most >= count), [*layer.choices.values()][-1])
             for layer in plan.layers
         ]
-        said.append(f"{sum(choice == DENSE for choice in found)} with {count:,} token{'s' * (count > 1)}")
+        said.append(f"{choices.count(DENSE)} with {count:,} token{'s' * (count > 1)}")
     return f"left dense of {len(plan.layers)} layers: {', '.join(said)}"
 
 
@@ -166,9 +165,8 @@ def gains(firing: FiringProfile, gpus: Sequence[str], tokens: Sequence[int]) -> 
         rates = predict.rates_of(gpu)
         for count in tokens:
             took = [costs.by_choice(layer, rates, count) for layer in layers]
-            best = [min(each, key=lambda choice, each=each: each[choice]) for each in took]
-            dense = sum(each[DENSE] for each in took)
-            us = sum(each[choice] for each, choice in zip(took, best, strict=True))
+            best = [min(times, key=times.__getitem__) for times in took]
+            dense, us = sum(times[DENSE] for times in took), sum(min(times.values()) for times in took)
             itemsize = getattr(torch, rates.dtype).itemsize
             launches = sum(costs.predict(DENSE, layer, rates, count, itemsize)["launches"] for layer in layers)
             paths = Counter(choice.path for choice in best)
@@ -196,51 +194,7 @@ def off() -> str:
     return "; ".join(found) or "no recorded layer is here to compare a prediction with"
 
 
-# ---- what to do ----
-
-
 def all_dense(here: dict) -> bool:
     """Return whether a pair of `bench_command.pairs` compares the dense model with one of which every layer stayed
-    dense."""
+    dense, so that both do the same work."""
     return bool(re.fullmatch(r"\d+ dense", here.get("layers") or ""))
-
-
-def noise(here: dict) -> str:
-    """Return what to add to the times of such a pair: nothing, or that both models do the same work."""
-    return ": no layer swapped, just noise" * all_dense(here)
-
-
-def decide(here: dict, predicted: Sequence[dict], cuts: Sequence[dict], trained: Sequence[dict]) -> list[str]:
-    """Return what the numbers say, in three lines: here, on a GPU, and whether to cut or to train.
-
-    Args:
-        here: what was timed, and low, times, high: how many times as fast it then was, in the middle half of its turns;
-            layers: how many took which path, where that is known ("5 dense").
-        predicted: what `gains` returned.
-        cuts, trained: points of `course.conversion`, of one model; of a cut to as few neurons as fire in the first that
-            was trained, if there is one.
-    """
-    advice = "swap" if here["low"] > 1 else "stay dense"
-    times = f"{here['times']:.2f} times as fast ({here['low']:.2f} to {here['high']:.2f}): {advice}"
-    first = f"Here, {here['what']}: {'no layer swapped, stay dense' if all_dense(here) else times}."
-    spans = []
-    for count in dict.fromkeys(row["tokens"] for row in predicted):
-        each = [row["x_dense"] for row in predicted if row["tokens"] == count]
-        spans.append(f"{min(each):.2f} to {max(each):.2f} with {count:,} token{'s' * (count > 1)}")
-    second = f"Layers on GPUs, predicted: {', '.join(spans)}."
-    model, cheap = cuts[0]["model"], [point["density"] for point in cuts if point["high"] <= CHEAP]
-    third = (
-        f"For {CHEAP:g}% of the loss {model} may be cut to {min(cheap):.1%} of its neurons"
-        if cheap
-        else f"No cut of {model} surely costs at most {CHEAP:g}% of the loss"
-    )
-    if trained:
-        point = trained[0]
-        cut = min(cuts, key=lambda cut: abs(cut["density"] - point["density"]))
-        better = "train" if point["high"] < cut["low"] else "cut" if point["low"] > cut["high"] else "either will do"
-        third += f"; at {cut['density']:.1%}, {_span(cut)}, with L1 {_span(point)}: {better}"
-    return [first, second, f"{third}."]
-
-
-def _span(point: dict) -> str:
-    return f"{point['low']:+.1f} to {point['high']:+.1f}%"

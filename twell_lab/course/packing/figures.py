@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
+from torch import Tensor
 
 from ... import plots
-from ...core import InputError
 from ..drawing import squares
 from .data import BELOW, IN_TAIL, IN_WORDS, SILENT, smallest
 
@@ -20,20 +20,10 @@ SORTS = {SILENT: "#F2F2F2", BELOW: "#DCD3E4", IN_WORDS: "#8CC4E8", IN_TAIL: "#F2
 SORT_NAMES = {SILENT: "silent", BELOW: "positive, below the threshold", IN_WORDS: "in a word", IN_TAIL: "in the tail"}
 
 
-def matrix(x, title: str) -> go.Figure:
-    """Where a matrix is not zero. x: a list of rows (or a tensor [rows, columns])."""
-    rows = x.tolist() if hasattr(x, "tolist") else x
-    cells = [[int(value != 0) for value in row] for row in rows]
-    figure = go.Figure(
-        go.Heatmap(
-            z=cells,
-            zmin=0,
-            zmax=1,
-            showscale=False,
-            colorscale=[[0, "#F2F2F2"], [1, plots.BLUE]],
-            hovertemplate="row %{y}, column %{x}<extra></extra>",
-        )
-    )
+def matrix(x: Tensor, title: str) -> go.Figure:
+    """Where a matrix [rows, columns] is not zero."""
+    hover = "row %{y}, column %{x}<extra></extra>"
+    figure = squares(go.Figure(), (x != 0).int().tolist(), (SORTS[SILENT], plots.BLUE), hovertemplate=hover)
     figure.update_xaxes(title_text="neuron", showgrid=False)
     figure.update_yaxes(title_text="token", autorange="reversed", showgrid=False)
     return plots.styled(figure, title, height=340)
@@ -44,37 +34,24 @@ def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int
 
     sizes: format -> bytes of the whole matrix, "dense" among them; values: how many are kept in all rows.
     """
-    if "dense" not in sizes or rows < 1:
-        raise InputError(f"sizes has {list(sizes)} for {rows} rows; 'dense' and at least one row are needed")
-    each = [size / rows for size in sizes.values()]
+    each, floor = [size / rows for size in sizes.values()], values * value_bytes / rows
     figure = go.Figure(
         go.Bar(
             x=list(sizes),
             y=each,
             marker_color=[plots.GREY if name == "dense" else plots.BLUE for name in sizes],
-            text=[f"{size:,.0f}<br>{size / each[list(sizes).index('dense')]:.0%}" for size in each],
+            text=[f"{size / rows:,.0f}<br>{size / sizes['dense']:.0%}" for size in sizes.values()],
             textposition="outside",
             cliponaxis=False,
             hovertemplate="%{x}: %{y:,.1f} bytes a row<extra></extra>",
         )
     )
-    floor = values * value_bytes / rows
-    figure.add_hline(
-        y=floor,
-        line={"color": plots.RED, "dash": "dot", "width": 2},
-        annotation={
-            "text": f"the values<br>alone: {floor:,.0f}",
-            "x": 1,
-            "xanchor": "left",
-            "yanchor": "middle",
-            "align": "left",
-            "font": {"color": plots.RED},
-        },
-    )
+    beside = {"x": 1, "xanchor": "left", "yanchor": "middle", "align": "left", "font": {"color": plots.RED}}
+    text = f"the values<br>alone: {floor:,.0f}"
+    figure.add_hline(y=floor, line={"color": plots.RED, "dash": "dot", "width": 2}, annotation=beside | {"text": text})
     figure.update_yaxes(title_text="bytes a row", range=[0, 1.18 * max(each)], tickformat=",d")
-    return plots.styled(
-        figure, "The same rows in each format (share of dense below the bytes)", height=380
-    ).update_layout(margin_r=90)
+    title = "The same rows in each format (share of dense below the bytes)"
+    return plots.styled(figure, title, height=380).update_layout(margin_r=90)
 
 
 def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
@@ -82,35 +59,24 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
 
     table: rows of `data.geometries`. A red frame marks the fewest bytes with at most this share of rows overflowing.
     """
-    if not table:
-        raise InputError("the table is empty; at least one tile and number of words are accepted")
-    tiles = sorted({row["tile"] for row in table})
-    words = sorted({row["words"] for row in table})
+    tiles, words = (sorted({row[key] for row in table}) for key in ("tile", "words"))
     at = {(row["tile"], row["words"]): row for row in table}
-
-    def grid(take):
-        return [[take(at[tile, count]) if (tile, count) in at else None for tile in tiles] for count in words]
-
-    figure = make_subplots(
-        rows=1,
-        cols=2,
-        horizontal_spacing=0.12,
-        subplot_titles=["bytes a row (tail included)", "rows with an overflowing tile"],
-    )
-    for column, cells, texts, scale in (
-        (
-            1,
-            grid(lambda row: math.log(row["bytes"])),
-            grid(lambda row: f"{row['bytes']:,.0f}"),
-            [[0, "#EAF3FA"], [1, "#5FA8D3"]],
-        ),
+    titles = ["bytes a row (tail included)", "rows with an overflowing tile"]
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12, subplot_titles=titles)
+    blues, oranges = [[0, "#EAF3FA"], [1, "#5FA8D3"]], [[0, "#F5F5F5"], [0.0001, "#FDEBD3"], [1, plots.ORANGE]]
+    for column, number, text, looks in (
+        (1, lambda row: math.log(row["bytes"]), lambda row: f"{row['bytes']:,.0f}", {"colorscale": blues}),
         (
             2,
-            grid(lambda row: row["overflow"]),
-            grid(lambda row: _share(row["overflow"])),
-            [[0, "#F5F5F5"], [0.0001, "#FDEBD3"], [1, plots.ORANGE]],
+            lambda row: row["overflow"],
+            lambda row: _share(row["overflow"]),
+            {"colorscale": oranges, "zmin": 0, "zmax": 1},
         ),
     ):
+        cells, texts = (
+            [[take(at[tile, count]) if (tile, count) in at else None for tile in tiles] for count in words]
+            for take in (number, text)
+        )
         figure.add_heatmap(
             x=[f"{tile}" for tile in tiles],
             y=[f"{count}" for count in words],
@@ -118,7 +84,6 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
             text=texts,
             texttemplate="%{text}",
             textfont={"color": plots.INK},
-            colorscale=scale,
             showscale=False,
             xgap=3,
             ygap=3,
@@ -126,25 +91,15 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
             hovertemplate="tile %{x}, %{y} words: %{text}<extra></extra>",
             row=1,
             col=column,
-            **({"zmin": 0, "zmax": 1} if column == 2 else {}),
+            **looks,
         )
-        figure.update_xaxes(title_text="tile, columns", type="category", showgrid=False, row=1, col=column)
-        figure.update_yaxes(
-            title_text="words a tile" if column == 1 else "", type="category", showgrid=False, row=1, col=column
-        )
+    figure.update_xaxes(title_text="tile, columns", type="category", showgrid=False)
+    figure.update_yaxes(type="category", showgrid=False)
+    figure.update_yaxes(title_text="words a tile", col=1)
     if (best := smallest(table, overflow)) is not None:
         x, y = tiles.index(best["tile"]), words.index(best["words"])  # categories lie at whole numbers
-        for column in (1, 2):
-            figure.add_shape(
-                type="rect",
-                x0=x - 0.5,
-                x1=x + 0.5,
-                y0=y - 0.5,
-                y1=y + 0.5,
-                line={"color": plots.RED, "width": 3},
-                row=1,
-                col=column,
-            )
+        line = {"color": plots.RED, "width": 3}
+        figure.add_shape(type="rect", x0=x - 0.5, x1=x + 0.5, y0=y - 0.5, y1=y + 0.5, line=line, row=1, col="all")
     title = f"Tile and words (framed: fewest bytes with at most {overflow:.0%} of rows overflowing)"
     figure = plots.styled(figure, title, height=130 + 52 * len(words)).update_layout(margin_t=90)
     return figure.update_annotations(font_size=12)
@@ -295,11 +250,10 @@ def _tiles(bars: Sequence[go.Bar], view: dict) -> None:
 
 
 def _columns(view: dict) -> list[tuple]:
-    cells = []
-    for each in view["columns"]:
-        value = "" if each["sort"] == SILENT else f", {each['value']:.4g}"
-        cells.append((each["sort"], "", f"column {each['column']}{value}: {SORT_NAMES[each['sort']]}"))
-    return cells
+    return [
+        (sort, "", f"column {column}{'' if sort == SILENT else f', {value:.4g}'}: {SORT_NAMES[sort]}")
+        for column, (value, sort) in enumerate(view["columns"])
+    ]
 
 
 def _words(view: dict) -> list[tuple]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...core import InputError
 from ...formats.twell import TILE, WORDS
 from ..widgets import Drawn, ipywidgets
 from . import data, figures
@@ -23,11 +22,8 @@ class TileExplorer(Drawn):
     def __init__(
         self, gate: Tensor, *, tile: int = TILE, words: int = WORDS, threshold: float = 0.0, row: int = 0, part: int = 0
     ) -> None:
-        if not isinstance(gate, Tensor) or gate.dim() != 2 or 0 in gate.shape:
-            shape = list(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
-            raise InputError(f"gate is {shape}; a tensor [rows, d_ff], neither of them 0, is accepted")
         self.gate = gate.detach().cpu()
-        self.view = data.view(self.gate, row, part, tile, words, threshold)  # checks them all
+        self.view = data.view(self.gate, row, part, tile, words, threshold)
         finite = self.gate[self.gate.isfinite()].float()
         most = max(float(finite.max()) if finite.numel() else 0.0, threshold, 0.01)
         wide = {"style": {"description_width": "82px"}, "layout": {"width": "420px", "max_width": "100%"}}

@@ -73,17 +73,32 @@ class Seen:
         return [step.operation for step in self.trace if step.kind == "warp" and step.operation != "__syncwarp"]
 
 
+Point = Callable[[Case, Seen], str | None]
+
+
 @dataclass(frozen=True)
 class Puzzle:
-    """name: of the kernel, its file and its exercise. cases: makes fresh launches. point: what of a right launch misses
-    the point, in words, or None. right: what is said of an answer that passes."""
+    """cases: makes fresh launches. point: what of a right launch misses the point, in words, or None. right: what is
+    said of an answer that passes."""
 
-    name: str
     title: str
     minutes: int
     cases: Callable[[], list[Case]]
-    point: Callable[[Case, Seen], str | None]
+    point: Point
     right: str
+
+
+PUZZLES: dict[str, Puzzle] = {}  # by the name of the kernel, its file and its exercise
+
+
+def _puzzle(title: str, minutes: int, point: Point, right: str):
+    """Enter a function that makes the launches of a puzzle, which is called as the puzzle is."""
+
+    def enter(cases: Callable[[], list[Case]]) -> Callable[[], list[Case]]:
+        PUZZLES[cases.__name__.removeprefix("_")] = Puzzle(title, minutes, cases, point, right)
+        return cases
+
+    return enter
 
 
 def _numbers(*shape: int) -> Tensor:
@@ -108,7 +123,7 @@ def _busiest(times: Counter[int]) -> tuple[int, int]:
     return max(times.items(), key=lambda item: item[1], default=(0, 0))
 
 
-def _one_place_each(array: str) -> Callable[[Case, Seen], str | None]:
+def _one_place_each(array: str) -> Point:
     def point(case: Case, seen: Seen) -> str | None:
         thread, places = _busiest(seen.places(array))
         if places > 1:
@@ -121,26 +136,19 @@ def _one_place_each(array: str) -> Callable[[Case, Seen], str | None]:
     return point
 
 
+@_puzzle("map", 5, _one_place_each("out"), "each of the 32 threads has one value.")
 def _map() -> list[Case]:
     x = _numbers(32)
     return [Case("32 values", (1,), (32,), {"x": x, "out": _empty(32)}, {"out": 2 * x})]
 
 
+@_puzzle("guard", 5, _one_place_each("out"), "threads past the end do nothing, at every size tried.")
 def _guard() -> list[Case]:
     made = []
     for n in (37, 64, 100, 1):
         x, blocks = _numbers(n), -(-n // 32)
         arguments = {"x": x, "out": _empty(n), "n": n}
         made.append(Case(f"n = {n}", (blocks,), (32,), arguments, {"out": 2 * x}, look=blocks - 1))
-    return made
-
-
-def _grid_stride() -> list[Case]:
-    made = []
-    for n, blocks, threads in ((150, 2, 32), (1000, 3, 64), (777, 1, 32), (5, 2, 32)):
-        x = _numbers(n)
-        said = f"n = {n}, {blocks} blocks of {threads} threads"
-        made.append(Case(said, (blocks,), (threads,), {"x": x, "out": _empty(n), "n": n}, {"out": 2 * x}))
     return made
 
 
@@ -158,10 +166,14 @@ def _strided(case: Case, seen: Seen) -> str | None:
     return None
 
 
-def _neighbours() -> list[Case]:
-    x = _numbers(3, 64)
-    sums = x + torch.nn.functional.pad(x, (1, 0))[:, :-1] + torch.nn.functional.pad(x, (0, 1))[:, 1:]
-    return [Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3, 64)}, {"out": sums}, look=1)]
+@_puzzle("grid-stride", 10, _strided, "any number of threads does any number of values.")
+def _grid_stride() -> list[Case]:
+    made = []
+    for n, blocks, threads in ((150, 2, 32), (1000, 3, 64), (777, 1, 32), (5, 2, 32)):
+        x = _numbers(n)
+        said = f"n = {n}, {blocks} blocks of {threads} threads"
+        made.append(Case(said, (blocks,), (threads,), {"x": x, "out": _empty(n), "n": n}, {"out": 2 * x}))
+    return made
 
 
 def _read_once(case: Case, seen: Seen) -> str | None:
@@ -177,9 +189,16 @@ def _read_once(case: Case, seen: Seen) -> str | None:
     return _one_place_each("out")(case, seen)
 
 
-def _block_sum() -> list[Case]:
+@_puzzle(
+    "shared memory and its barrier",
+    15,
+    _read_once,
+    "each value is read once, and nobody reads a neighbour's before it is there.",
+)
+def _neighbours() -> list[Case]:
     x = _numbers(3, 64)
-    return [Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3)}, {"out": x.sum(1)}, look=2)]
+    sums = x + torch.nn.functional.pad(x, (1, 0))[:, :-1] + torch.nn.functional.pad(x, (0, 1))[:, 1:]
+    return [Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3, 64)}, {"out": sums}, look=1)]
 
 
 MOST_READS = 16  # of one thread in block_sum: folding 64 values in half six times takes 14
@@ -197,16 +216,10 @@ def _folded(case: Case, seen: Seen) -> str | None:
     return None
 
 
-def _ballot() -> list[Case]:
-    made = []
-    for width in (27, 32, 1):
-        x = torch.randint(-3, 4, (5, width)) / 4
-        x[:, 0] = torch.tensor([0.0, 0.25, -0.25, -0.0, 0.5])
-        arguments = {"x": x, "counts": _whole(5), "width": width}
-        made.append(
-            Case(f"rows of {width}", (5,), (32,), arguments, {"counts": (x > 0).sum(1, dtype=torch.int32)}, look=4)
-        )
-    return made
+@_puzzle("reduction", 15, _folded, "64 values folded by all threads together.")
+def _block_sum() -> list[Case]:
+    x = _numbers(3, 64)
+    return [Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3)}, {"out": x.sum(1)}, look=2)]
 
 
 def _one_ballot(case: Case, seen: Seen) -> str | None:
@@ -223,18 +236,16 @@ def _one_ballot(case: Case, seen: Seen) -> str | None:
     return None
 
 
-def _prefix_sum() -> list[Case]:
-    x = torch.randint(-9, 10, (3, 32), dtype=torch.int32)
-    return [
-        Case(
-            "3 rows of 32",
-            (3,),
-            (32,),
-            {"x": x, "out": _whole(3, 32)},
-            {"out": x.cumsum(1, dtype=torch.int32)},
-            look=1,
-        )
-    ]
+@_puzzle("ballot and popcount", 10, _one_ballot, "one vote, and its bits counted.")
+def _ballot_count() -> list[Case]:
+    made = []
+    for width in (27, 32, 1):
+        x = torch.randint(-3, 4, (5, width)) / 4
+        x[:, 0] = torch.tensor([0.0, 0.25, -0.25, -0.0, 0.5])
+        arguments = {"x": x, "counts": _whole(5), "width": width}
+        wanted = {"counts": (x > 0).sum(1, dtype=torch.int32)}
+        made.append(Case(f"rows of {width}", (5,), (32,), arguments, wanted, look=4))
+    return made
 
 
 def _five_steps(case: Case, seen: Seen) -> str | None:
@@ -248,13 +259,11 @@ def _five_steps(case: Case, seen: Seen) -> str | None:
     return None
 
 
-def _vector_loads() -> list[Case]:
-    made = []
-    for n in (1000, 512, 4):
-        x = _numbers(n)
-        arguments = {"x": x, "out": _empty(n), "n": n}
-        made.append(Case(f"n = {n}", (-(-n // 256),), (64,), arguments, {"out": 2 * x}))
-    return made
+@_puzzle("prefix sum in a warp", 15, _five_steps, "32 running sums in a handful of shuffles.")
+def _prefix_sum() -> list[Case]:
+    x = torch.randint(-9, 10, (3, 32), dtype=torch.int32)
+    wanted = {"out": x.cumsum(1, dtype=torch.int32)}
+    return [Case("3 rows of 32", (3,), (32,), {"x": x, "out": _whole(3, 32)}, wanted, look=1)]
 
 
 def _sixteen_bytes(case: Case, seen: Seen) -> str | None:
@@ -277,13 +286,13 @@ def _sixteen_bytes(case: Case, seen: Seen) -> str | None:
     return None
 
 
-def _neuron_counts() -> list[Case]:
+@_puzzle("vector loads", 10, _sixteen_bytes, "a quarter of the instructions.")
+def _vector_loads() -> list[Case]:
     made = []
-    for n, neurons in ((300, 40), (64, 3), (1, 5)):
-        fired = torch.randint(0, neurons, (n,), dtype=torch.int32)
-        wanted = torch.bincount(fired, minlength=neurons).int()
-        arguments = {"fired": fired, "counts": torch.zeros(neurons, dtype=torch.int32), "n": n}
-        made.append(Case(f"n = {n}, {neurons} neurons", (-(-n // 64),), (64,), arguments, {"counts": wanted}))
+    for n in (1000, 512, 4):
+        x = _numbers(n)
+        arguments = {"x": x, "out": _empty(n), "n": n}
+        made.append(Case(f"n = {n}", (-(-n // 256),), (64,), arguments, {"out": 2 * x}))
     return made
 
 
@@ -300,13 +309,14 @@ def _counted_once(case: Case, seen: Seen) -> str | None:
     return None
 
 
-def _gather_rows() -> list[Case]:
+@_puzzle("atomics", 5, _counted_once, "no firing is lost, in any order of threads.")
+def _neuron_counts() -> list[Case]:
     made = []
-    for rows, width in ((6, 80), (3, 32), (4, 37), (3, 150), (2, 6)):
-        table, index = _numbers(20, width), torch.randint(0, 20, (rows,), dtype=torch.int32)
-        arguments = {"table": table, "index": index, "out": _empty(rows, width), "width": width}
-        wanted = {"out": table[index.long()]}
-        made.append(Case(f"{rows} rows of {width}", (rows,), (32,), arguments, wanted, look=rows - 1))
+    for n, neurons in ((300, 40), (64, 3), (1, 5)):
+        fired = torch.randint(0, neurons, (n,), dtype=torch.int32)
+        wanted = torch.bincount(fired, minlength=neurons).int()
+        arguments = {"fired": fired, "counts": torch.zeros(neurons, dtype=torch.int32), "n": n}
+        made.append(Case(f"n = {n}, {neurons} neurons", (-(-n // 64),), (64,), arguments, {"counts": wanted}))
     return made
 
 
@@ -324,9 +334,35 @@ def _whole_sectors(case: Case, seen: Seen) -> str | None:
     return None
 
 
+@_puzzle("a row gather", 10, _whole_sectors, "each sector of a row is touched once.")
+def _gather_rows() -> list[Case]:
+    made = []
+    for rows, width in ((6, 80), (3, 32), (4, 37), (3, 150), (2, 6)):
+        table, index = _numbers(20, width), torch.randint(0, 20, (rows,), dtype=torch.int32)
+        arguments = {"table": table, "index": index, "out": _empty(rows, width), "width": width}
+        wanted = {"out": table[index.long()]}
+        made.append(Case(f"{rows} rows of {width}", (rows,), (32,), arguments, wanted, look=rows - 1))
+    return made
+
+
 TILE, WORDS = 64, 8  # of pack_words
 
 
+def _packed_by_all(case: Case, seen: Seen) -> str | None:
+    thread, reads = _busiest(seen.elements("gate"))
+    if reads > TILE // 32:
+        return f"lane {thread} reads {reads} of the {TILE} columns; {TILE // 32} for each lane are enough."
+    if not seen.operations():
+        return "the lanes ask each other nothing; a ballot tells every lane at once which lanes below it fire."
+    return None
+
+
+@_puzzle(
+    "packing one tile",
+    20,
+    _packed_by_all,
+    "the words of TwELL, with the true count of tiles that overflow, and NaN kept.",
+)
 def _pack_words() -> list[Case]:
     firing = (0, 1, WORDS - 1, WORDS, 33, TILE, 5)
     gate = torch.rand(len(firing), TILE) + 0.01
@@ -342,26 +378,7 @@ def _pack_words() -> list[Case]:
     return [Case(said, (len(firing),), (32,), arguments, {"packed": wanted}, look=3, used={"packed": used})]
 
 
-def _packed_by_all(case: Case, seen: Seen) -> str | None:
-    thread, reads = _busiest(seen.elements("gate"))
-    if reads > TILE // 32:
-        return f"lane {thread} reads {reads} of the {TILE} columns; {TILE // 32} for each lane are enough."
-    if not seen.operations():
-        return "the lanes ask each other nothing; a ballot tells every lane at once which lanes below it fire."
-    return None
-
-
 SIDE = 16  # of the tiles in gemm_tile
-
-
-def _gemm_tile() -> list[Case]:
-    made = []
-    for rows, columns, depth in ((32, 48, 64), (16, 16, 16)):
-        a, b = _numbers(rows, depth), _numbers(depth, columns)
-        arguments = {"a": a, "b": b, "c": _empty(rows, columns), "columns": columns, "depth": depth}
-        said = f"{rows} x {depth} times {depth} x {columns}"
-        made.append(Case(said, (columns // SIDE, rows // SIDE), (SIDE, SIDE), arguments, {"c": a @ b}))
-    return made
 
 
 def _shared_tiles(case: Case, seen: Seen) -> str | None:
@@ -382,38 +399,12 @@ def _shared_tiles(case: Case, seen: Seen) -> str | None:
     return None
 
 
-_ALL = (
-    Puzzle("map", "map", 5, _map, _one_place_each("out"), "each of the 32 threads has one value."),
-    Puzzle(
-        "guard", "guard", 5, _guard, _one_place_each("out"), "threads past the end do nothing, at every size tried."
-    ),
-    Puzzle(
-        "grid_stride", "grid-stride", 10, _grid_stride, _strided, "any number of threads does any number of values."
-    ),
-    Puzzle(
-        "neighbours",
-        "shared memory and its barrier",
-        15,
-        _neighbours,
-        _read_once,
-        "each value is read once, and nobody reads a neighbour's before it is there.",
-    ),
-    Puzzle("block_sum", "reduction", 15, _block_sum, _folded, "64 values folded by all threads together."),
-    Puzzle("ballot_count", "ballot and popcount", 10, _ballot, _one_ballot, "one vote, and its bits counted."),
-    Puzzle(
-        "prefix_sum", "prefix sum in a warp", 15, _prefix_sum, _five_steps, "32 running sums in a handful of shuffles."
-    ),
-    Puzzle("vector_loads", "vector loads", 10, _vector_loads, _sixteen_bytes, "a quarter of the instructions."),
-    Puzzle("neuron_counts", "atomics", 5, _neuron_counts, _counted_once, "no firing is lost, in any order of threads."),
-    Puzzle("gather_rows", "a row gather", 10, _gather_rows, _whole_sectors, "each sector of a row is touched once."),
-    Puzzle(
-        "pack_words",
-        "packing one tile",
-        20,
-        _pack_words,
-        _packed_by_all,
-        "the words of TwELL, with the true count of tiles that overflow, and NaN kept.",
-    ),
-    Puzzle("gemm_tile", "a small GEMM tile", 25, _gemm_tile, _shared_tiles, "each value is read once for 16 products."),
-)
-PUZZLES = {puzzle.name: puzzle for puzzle in _ALL}
+@_puzzle("a small GEMM tile", 25, _shared_tiles, "each value is read once for 16 products.")
+def _gemm_tile() -> list[Case]:
+    made = []
+    for rows, columns, depth in ((32, 48, 64), (16, 16, 16)):
+        a, b = _numbers(rows, depth), _numbers(depth, columns)
+        arguments = {"a": a, "b": b, "c": _empty(rows, columns), "columns": columns, "depth": depth}
+        said = f"{rows} x {depth} times {depth} x {columns}"
+        made.append(Case(said, (columns // SIDE, rows // SIDE), (SIDE, SIDE), arguments, {"c": a @ b}))
+    return made

@@ -110,19 +110,12 @@ def standing(folder: str | Path) -> str:
 
     Every file is judged anew, so the lines hold after a restart too.
     """
-    verdicts = {name: judge(name, Path(folder) / f"{name}.cu").right for name in PUZZLES}
-    return summary(verdicts)
-
-
-def summary(right: Mapping[str, bool]) -> str:
-    """The three lines of `standing`. right: puzzle -> whether it is solved, in the order of PUZZLES."""
+    right = {name: judge(name, Path(folder) / f"{name}.cu").right for name in PUZZLES}
     numbers = {name: number for number, name in enumerate(PUZZLES, 1)}
     left = [name for name, is_right in right.items() if not is_right]
     done = f"Right: {len(right) - len(left)} of {len(right)}."
     if not left:
-        return (
-            f"{done}\nOpen: none.\nNext: notebook 08, where a kernel packs and another multiplies with what was packed."
-        )
+        return f"{done}\nOpen: none.\nNext: notebook 08, where a kernel packs and another multiplies with the words."
     which = "all" if len(left) == len(right) else ", ".join(f"{numbers[name]}" for name in left)
     minutes = sum(PUZZLES[name].minutes for name in left)
     return (

@@ -5,13 +5,14 @@ Colour is never the only sign: each cell names its thread, and what is written h
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ..drawing import frames, squares, text_on
+from ..drawing import box, frames, say, sheet, squares, text_on
 from ..first_kernels.figures import LANE_COLOURS, UNTOUCHED, who_touches_what
 from . import pictures
 from .cases import PUZZLES, SIDE
@@ -36,53 +37,41 @@ NOTES = {
 def hierarchy() -> go.Figure:
     """A grid of 6 blocks, one of its blocks of 4 warps, one of its warps of 32 lanes, with the number of each."""
     figure = go.Figure()
-    across, block, warp = 1920, 2, 1
-    rows = {"grid": (300, 350), "block": (175, 225), "warp": (50, 100)}
-    chosen = {"grid": block, "block": warp, "warp": 8}
-    parts = {"grid": 6, "block": 4, "warp": 32}
-    for level, (low, high) in rows.items():
-        width = across / parts[level]
-        for part in range(parts[level]):
-            here = part == chosen[level]
-            colour = LANE_COLOURS[part] if level == "warp" else plots.SKY if here else UNTOUCHED
-            gap = 2 if level == "warp" else 8
-            _box(figure, part * width + gap, low, (part + 1) * width - gap, high, colour, here)
-            text = {
-                "grid": f"block {part}",
-                "block": f"warp {part}: threads {32 * part} to {32 * part + 31}",
-                "warp": f"{part}",
-            }[level]
-            ink = text_on(colour) if level == "warp" else plots.INK
-            _say(figure, (part + 0.5) * width, (low + high) / 2, text, ink, bold=here)
-    for (upper, lower), text in (
-        (("grid", "block"), "<b>block</b>: 128 threads, which share memory and meet at barriers; blockDim.x = 128"),
-        (("block", "warp"), "<b>warp</b>: 32 <b>lanes</b>, which get one instruction together"),
+    across, block, warp, lane = 1920, 2, 1, 8
+    levels = (  # how many, which is looked at, from where to where up, and the name of each
+        (6, block, 300, "block {0}"),
+        (4, warp, 175, "warp {0}: threads {1} to {2}"),
+        (32, lane, 50, "{0}"),
+    )
+    for parts, chosen, low, name in levels:
+        width, gap = across / parts, 2 if parts == 32 else 8
+        for part in range(parts):
+            here = part == chosen
+            fill = LANE_COLOURS[part] if parts == 32 else plots.SKY if here else UNTOUCHED
+            text = name.format(part, 32 * part, 32 * part + 31)
+            looks = {"framed": here, "colour": text_on(fill) if parts == 32 else plots.INK}
+            box(figure, part * width + gap, low, width - 2 * gap, 50, fill, f"<b>{text}</b>" if here else text, **looks)
+    for (parts, chosen, low, _), text in zip(
+        levels,
+        (
+            "<b>block</b>: 128 threads, which share memory and meet at barriers; blockDim.x = 128",
+            "<b>warp</b>: 32 <b>lanes</b>, which get one instruction together",
+        ),
     ):
-        width, top = across / parts[upper], rows[lower][1]
-        for edge, end in ((chosen[upper] * width + 8, 8), ((chosen[upper] + 1) * width - 8, across - 8)):
+        width = across / parts
+        for edge, end in ((chosen * width + 8, 8), ((chosen + 1) * width - 8, across - 8)):
             line = {"color": plots.GREY, "width": 1, "dash": "dot"}
-            figure.add_shape(type="line", x0=edge, y0=rows[upper][0], x1=end, y1=top, line=line)
-        _say(figure, 270, top + 18, text, anchor="left")
-    _say(
-        figure,
-        0,
-        rows["grid"][1] + 17,
-        "<b>grid</b>: all blocks of a launch, in any order; gridDim.x = 6",
-        anchor="left",
+            figure.add_shape(type="line", x0=edge, y0=low, x1=end, y1=low - 75, line=line)
+        say(figure, 270, low - 57, text, "left")
+    say(figure, 0, 367, "<b>grid</b>: all blocks of a launch, in any order; gridDim.x = 6", "left")
+    thread = 32 * warp + lane
+    text = (
+        f"The framed lane {lane}: threadIdx.x = {thread}, blockIdx.x = {block}, and blockIdx.x * blockDim.x + "
+        f"threadIdx.x = {block} * 128 + {thread} = <b>{128 * block + thread}</b>"
     )
-    own = 128 * block + 32 * warp + chosen["warp"]
-    _say(
-        figure,
-        0,
-        20,
-        f"The framed lane {chosen['warp']}: threadIdx.x = {32 * warp + chosen['warp']}, blockIdx.x = {block}, and "
-        f"blockIdx.x * blockDim.x + threadIdx.x = {block} * 128 + {32 * warp + chosen['warp']} = <b>{own}</b>",
-        anchor="left",
-    )
-    figure.update_xaxes(visible=False, range=[-10, across + 10])
-    figure.update_yaxes(visible=False, range=[0, 385])
-    figure = plots.styled(figure, "768 threads, and the number of one of them", height=430)
-    return figure.update_layout(BARE, margin={"l": 10, "r": 10, "t": 50, "b": 5})
+    say(figure, 0, 20, text, "left")
+    figure = sheet(figure, "768 threads, and the number of one of them", across + 10, 385, 430)
+    return figure.update_xaxes(range=[-10, across + 10])
 
 
 def asked(name: str) -> go.Figure:
@@ -196,69 +185,25 @@ def _matrices(title: str) -> go.Figure:
     """a, b and c of the matrix product in tiles: the strips that a block walks, and the tile of c that it makes."""
     figure = go.Figure()
     rows, columns, depth = 2, 3, 4  # in tiles
-    side = SIDE
-    places = {  # left, bottom, width, height
-        "a": (0, 0, depth, rows),
-        "b": (depth + 1, rows + 1, columns, depth),
-        "c": (depth + 1, 0, columns, rows),
-    }
     step, own = 1, (0, 1)  # the strip's tile that is in shared memory now; row and column of the block's tile
-    for name, (x, y, wide, high) in places.items():
-        for line in range(high):
-            for column in range(wide):
-                strip = {"a": line == own[0], "b": column == own[1], "c": (line, column) == own}[name]
-                now = strip and {"a": column == step, "b": line == step, "c": True}[name]
-                colour = (plots.ORANGE if name == "c" else plots.BLUE) if now else "#CFE4F3" if strip else UNTOUCHED
-                x0, y0 = side * (x + column + 0.04), side * (y + high - line - 0.96)
-                _box(figure, x0, y0, x0 + 0.92 * side, y0 + 0.92 * side, colour, now)
-                if now:
-                    text = {"a": "tile_a", "b": "tile_b", "c": "c"}[name]
-                    centre = side * (x + column + 0.5), side * (y + high - 0.5 - line)
-                    _say(figure, *centre, text, WHITE if name != "c" else plots.INK, bold=True)
-    for (x, y, _, high), text in zip(
-        places.values(),
-        ("<b>a</b>, rows x depth", "<b>b</b>, depth x columns", "<b>c</b>, rows x columns"),
-        strict=True,
+    for name, sides, text, x, y, wide, high in (
+        ("a", "rows x depth", "tile_a", 0, 0, depth, rows),
+        ("b", "depth x columns", "tile_b", depth + 1, rows + 1, columns, depth),
+        ("c", "rows x columns", "c", depth + 1, 0, columns, rows),
     ):
-        _say(figure, side * x, side * (y + high + 0.3), text, anchor="left")
-    _say(
-        figure,
-        0,
-        side * 6.3,
-        "Blue: in shared memory at this step,<br>16 x 16 values of each, read from global<br>"
-        "memory once and used 16 times.<br>"
-        "Pale: the rest of the strips.<br>Between the steps: barriers.<br>Orange: what the block makes.",
-        anchor="left",
-        top=True,
+        for line, column in itertools.product(range(high), range(wide)):
+            strip = {"a": line == own[0], "b": column == own[1], "c": (line, column) == own}[name]
+            now = strip and {"a": column == step, "b": line == step, "c": True}[name]
+            fill = (plots.ORANGE if name == "c" else plots.BLUE) if now else "#CFE4F3" if strip else UNTOUCHED
+            place = SIDE * (x + column + 0.04), SIDE * (y + high - line - 0.96), 0.92 * SIDE, 0.92 * SIDE
+            ink = plots.INK if name == "c" else WHITE
+            box(figure, *place, fill, f"<b>{text}</b>" * now, framed=now, colour=ink)
+        say(figure, SIDE * x, SIDE * (y + high + 0.3), f"<b>{name}</b>, {sides}", "left")
+    legend = (
+        "Blue: in shared memory at this step,<br>16 x 16 values of each, read from global<br>memory once and used 16 "
+        "times.<br>Pale: the rest of the strips.<br>Between the steps: barriers.<br>Orange: what the block makes."
     )
-    figure.update_xaxes(visible=False, range=[-4, side * 8.2], constrain="domain")
-    figure.update_yaxes(visible=False, range=[-4, side * 7.6], scaleanchor="x")
-    figure = plots.styled(figure, f"Asked: {title}", height=500)
-    return figure.update_layout(BARE, margin={"l": 10, "r": 10, "t": 50, "b": 5})
-
-
-def _box(figure: go.Figure, x0: float, y0: float, x1: float, y1: float, colour: str, framed: bool) -> None:
-    line = {"color": plots.INK, "width": 2.5} if framed else {"width": 0}
-    figure.add_shape(type="rect", x0=x0, y0=y0, x1=x1, y1=y1, fillcolor=colour, line=line)
-
-
-def _say(
-    figure: go.Figure,
-    x: float,
-    y: float,
-    text: str,
-    colour: str = plots.INK,
-    bold: bool = False,
-    anchor: str = "center",
-    top: bool = False,
-) -> None:
-    figure.add_annotation(
-        x=x,
-        y=y,
-        text=f"<b>{text}</b>" if bold else text,
-        showarrow=False,
-        xanchor=anchor,
-        yanchor="top" if top else "middle",
-        align="left" if anchor == "left" else "center",
-        font={"size": 12, "color": colour},
-    )
+    say(figure, 0, SIDE * 6.3, legend, "left", yanchor="top")
+    figure = sheet(figure, f"Asked: {title}", SIDE * 8.2, SIDE * 7.6, 500)
+    figure.update_xaxes(range=[-4, SIDE * 8.2], constrain="domain")
+    return figure.update_yaxes(range=[-4, SIDE * 7.6], scaleanchor="x")

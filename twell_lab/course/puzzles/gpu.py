@@ -7,27 +7,9 @@ import torch
 from torch import Tensor
 
 from ... import core
-from ...core import CompileError
 from ...cuda import compile as compiler
+from ..capstone.gpu import cubin
 from .cases import Case
-
-
-def compiled(text: str, name: str, arch: str) -> bytes:
-    """The cubin of a source that includes no header, for an architecture such as "sm_75".
-
-    Raises StackError without NVRTC, CompileError with NVRTC's messages for a source that it refuses.
-    """
-    compiler.compiler()
-    from cupy.cuda import nvrtc
-
-    program = nvrtc.createProgram(text, f"{name}.cu", [], [])
-    try:
-        nvrtc.compileProgram(program, ["--std=c++17", f"--gpu-architecture={arch}"])
-        return nvrtc.getCUBIN(program) + b"\0"  # the length that CuPy asks for leaves out the last byte
-    except nvrtc.NVRTCError as error:
-        raise CompileError(nvrtc.getProgramLog(program) or str(error)) from error
-    finally:
-        nvrtc.destroyProgram(program)
 
 
 def results(text: str, name: str, cases: list[Case]) -> list[dict[str, Tensor]]:
@@ -37,8 +19,8 @@ def results(text: str, name: str, cases: list[Case]) -> list[dict[str, Tensor]]:
     CompileError for a source that NVRTC refuses.
     """
     core.check_stack()
-    image = compiled(text, name, compiler.architecture(torch.cuda.get_device_capability()))
-    import cupy  # `compiled` has found it
+    image = cubin(text, name, compiler.architecture(torch.cuda.get_device_capability()))
+    import cupy  # `cubin` has found it
 
     path = core.private_folder() / f"puzzle-{name}.cubin"
     path.write_bytes(image)

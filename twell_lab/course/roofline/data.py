@@ -1,19 +1,19 @@
 """The work of the Hopper kernels, as notebook 09 computes it: bytes and operations, the versions of the gate kernel,
 tiles and turns, the pool.
 
-Data in, data out, nothing drawn. Rows are those of the "inference" record (twell_lab.bench.forward) with `where`, as
-`course.hopper.recorded` returns them.
+Nothing is drawn. Rows are those of the "inference" record (twell_lab.bench.forward) with `where`, as
+`course.hopper.data.recorded` returns them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from ... import core, records
-from ...core import InputError, read_json
+from ... import core
+from ...core import read_json
 from ...formats.twell import POOL_WORDS, TILE, WORDS
 from ...simulator import H100
-from ..recorded import GRAPH, LOGNORMAL, device_and_day, select
+from ..recorded import GRAPH, LOGNORMAL, select
 
 SLOTS = WORDS - 1
 VALUE = 2  # bytes of a 16-bit value
@@ -22,8 +22,7 @@ VALUE = 2  # bytes of a 16-bit value
 # ---- the work, and the least time for it ----
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """What a GPU reaches: operations a second in its tensor cores, bytes a second from memory and from the L2 cache."""
 
     tensor: float
@@ -33,27 +32,11 @@ class Rates:
 
 
 def rates(rows: list[dict]) -> Rates:
-    """The rates that were reached: by torch's fastest recorded gate GEMM, by a large copy, and by reads from the L2.
-
-    The GEMM is that of rows or, if they have none, of any record of the portable kernels on an H100.
-    """
-    gemms = [
-        row for row in rows if row["kind"] == "gate" and row["path"] == "gate GEMM (torch)" and row["tokens"] == 16384
-    ]
-    gemms = gemms or [
-        {**row, "where": f"recorded on {device_and_day(row['device'], row['date'])}"}
-        for row in records.flat_rows(records.load_all())
-        if row["path"] == "part: gate GEMM" and row["tokens"] == 16384 and "H100" in row["device"]
-    ]
+    """The rates that were reached: by torch's fastest gate GEMM of these rows, a large copy, reads from the L2."""
+    gemms = select(rows, "gate", path="gate GEMM (torch)", tokens=16384)
     best = min(gemms, key=lambda row: row["ms"])
     tensor = 2 * best["tokens"] * best["d_model"] * best["d_ff"] / best["ms"] * 1e3
-    return Rates(
-        tensor,
-        H100.memory_bytes_per_s,
-        H100.l2_bytes_per_s,
-        f"{tensor / 1e12:.0f} TFLOP/s by torch's gate GEMM ({best['where']}), {H100.memory_bytes_per_s / 1e12:g} TB/s "
-        f"from memory by a large copy, {H100.l2_bytes_per_s / 1e12:g} TB/s from the L2 cache",
-    )
+    return Rates(tensor, H100.memory_bytes_per_s, H100.l2_bytes_per_s, best["where"])
 
 
 def peaks(name: str = "H100 SXM") -> Rates:
@@ -110,13 +93,7 @@ def datasheet(name: str = "H100 SXM") -> dict:
 
 # ---- versions of the gate GEMM ----
 
-MISSING = "No version of the packing kernel is recorded in this checkout."
-BEFORE = "gate GEMM (torch), then pack"
-STEPS = {  # each version, and what it is compared with
-    "sm90 gate_pack v1": BEFORE,
-    "sm90 gate_pack v2": "sm90 gate_pack v1",
-    "sm90 gate_pack v3": "sm90 gate_pack v2",
-}
+BEFORE = "gate GEMM (torch), then pack"  # what version 1 is compared with
 
 
 def versions(rows: list[dict], nnz: float = 29, tokens: int = 16384) -> list[dict]:
@@ -124,69 +101,37 @@ def versions(rows: list[dict], nnz: float = 29, tokens: int = 16384) -> list[dic
     return sorted(select(rows, "gate", nnz, tokens=tokens, workload=LOGNORMAL), key=lambda row: -row["ms"])
 
 
-def gained(found: list[dict], version: int) -> str:
-    """Return how much less time this version of gate_pack (1 to 3) takes than what came before. found: `versions`."""
-    name = f"sm90 gate_pack v{version}"
-    if name not in STEPS:
-        raise InputError(f"version is {version!r}; 1, 2 and 3 are accepted")
-    ms = {row["path"]: row["ms"] for row in found}
-    if not {name, STEPS[name]} <= set(ms):
-        return MISSING
-    before, after = ms[STEPS[name]], ms[name]
-    change = 1 - after / before
-    return f"{abs(change):.1%} {'less' if change >= 0 else 'more'}"
-
-
-def of_the_peak(found: list[dict], floor_ms: float) -> str:
-    """Return how much of the tensor cores' peak the fastest of `versions` reaches, in words. floor_ms: at their
-    peak."""
-    if not found:
-        return MISSING
-    return f"{found[-1]['path'].removeprefix('sm90 ')}: {floor_ms / found[-1]['ms']:.0%} of the tensor cores' peak."
-
-
-def waves(tokens: int, d_ff: int, pairs: int = 66, rows: int = 256, columns: int = TILE) -> tuple[int, float]:
-    """(turns, the share of their places that is used) when tiles of rows x columns go to `pairs` pairs of blocks."""
+def turns(tokens: int, d_ff: int, pairs: int = 66, rows: int = 256, columns: int = TILE) -> int:
+    """In how many turns `pairs` pairs of blocks are done with all tiles of rows x columns."""
     tiles = -(-tokens // rows) * -(-d_ff // columns)
-    turns = -(-tiles // pairs)
-    return turns, tiles / (turns * pairs)
+    return -(-tiles // pairs)
 
 
 # ---- the roofline ----
 
 
 def points(rows: list[dict], nnz: float = 29) -> list[dict]:
-    """Points of a roofline: name, group, operations, bytes (memory), seconds, where. The versions of the gate kernel at
-    16,384 tokens, and whole layers with one token.
-
-    rows: of `course.hopper`."""
+    """Points of a roofline: name, group, intensity (operations a byte of memory), rate (10^12 operations a second), ms,
+    where. The versions of the gate kernel at 16,384 tokens, and whole layers with one token."""
     found = []
+
+    def point(row: dict, name: str, group: str, operations: float, moved: float) -> None:
+        said = {"name": name, "group": group, "ms": row["ms"], "where": row["where"]}
+        found.append(said | {"intensity": operations / moved, "rate": operations / row["ms"] / 1e9})
+
     for row in versions(rows, nnz):
-        tokens, d_model, d_ff = row["tokens"], row["d_model"], row["d_ff"]
-        _, gate, _ = work(tokens, d_model, d_ff, nnz)
-        dense_gate = VALUE * tokens * d_ff
-        words = 4 * tokens * (-(-d_ff // TILE) + nnz)
+        _, gate, _ = work(row["tokens"], row["d_model"], row["d_ff"], nnz)
+        dense_gate = VALUE * row["tokens"] * row["d_ff"]
+        words = 4 * row["tokens"] * (-(-row["d_ff"] // TILE) + nnz)
         extra = {"gate GEMM (torch)": dense_gate - words, BEFORE: 2 * dense_gate}.get(row["path"], 0)
-        found.append(_point(row, "the gate, 16,384 tokens", gate["operations"], gate["memory"] + extra))
-    for row in select(rows, nnz=nnz, tokens=1, workload=LOGNORMAL):
-        dense, gate, sparse = work(1, row["d_model"], row["d_ff"], row["nnz"])
-        parts = {f"dense eager{GRAPH}": [dense], f"forced twell{GRAPH}": [gate, sparse]}.get(row["path"], [])
-        name = {"dense eager": "torch's dense layer", "forced twell": "TwELL"}.get(row["path"].removesuffix(GRAPH))
-        if parts and all(point["name"] != name for point in found):
-            totals = (sum(part[key] for part in parts) for key in ("operations", "memory"))
-            found.append(_point({**row, "path": name}, "whole layer, 1 token", *totals))
+        point(row, row["path"], "the gate, 16,384 tokens", gate["operations"], gate["memory"] + extra)
+    for name, path in (("torch's dense layer", "dense eager"), ("TwELL", "forced twell")):
+        for row in select(rows, nnz=nnz, tokens=1, workload=LOGNORMAL, path=path + GRAPH)[:1]:
+            dense, *sparse = work(1, row["d_model"], row["d_ff"], row["nnz"])
+            steps = sparse if name == "TwELL" else [dense]
+            operations, moved = (sum(step[key] for step in steps) for key in ("operations", "memory"))
+            point(row, name, "whole layer, 1 token", operations, moved)
     return found
-
-
-def _point(row: dict, group: str, operations: float, moved: float) -> dict:
-    return {
-        "name": row["path"],
-        "group": group,
-        "operations": operations,
-        "bytes": moved,
-        "seconds": row["ms"] / 1e3,
-        "where": row["where"],
-    }
 
 
 # ---- overflow: the pool ----
@@ -200,18 +145,9 @@ def pool_table(counts: list[int]) -> list[dict]:
     rows, start = [], 0
     for i, count in enumerate(counts):
         excess = max(0, count - SLOTS)
-        lost = excess > 0 and start + excess > POOL_WORDS
-        first, last = (start, start + excess) if excess else (None, None)
-        rows.append(
-            {
-                "row": i,
-                "count": count,
-                "words": count - excess,
-                "excess": excess,
-                "start": first,
-                "end": last,
-                "lost": lost,
-            }
-        )
+        row = {"row": i, "count": count, "words": count - excess, "excess": excess, "start": None, "end": None}
+        rows.append(row | {"lost": excess > 0 and start + excess > POOL_WORDS})
+        if excess:
+            rows[-1] |= {"start": start, "end": start + excess}
         start += excess
     return rows

@@ -2,19 +2,14 @@
 
 from . import figures
 from .data import (
-    begins_sentence,
-    few_bits,
-    paid,
-    patterns,
+    begins,
+    pays_after,
+    products,
     pruned_losses,
     recorded,
     retrained,
-    row_products,
-    study,
-    three_lines,
     threshold_for,
     timed_here,
-    unstructured_in_blocks,
     view,
     weigh,
 )

@@ -9,10 +9,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...core import InputError
 from ..drawing import nothing, squares
 from ..recorded import sources
-from .data import BLOCK_SIZES, FORMATS, products, sentence
+from .data import BLOCK_SIZES, FORMATS, products
 
 _TICKS = (0.5, 0.25, 0.1, 0.05, 0.01, 0.001)  # densities
 SILENT, KEPT = "#F2F2F2", plots.BLUE
@@ -70,8 +69,6 @@ def beside_dense(rows: list[dict]) -> go.Figure:
 def loss_by_sparsity(rows: list[dict]) -> go.Figure:
     """Return how much more a model's loss is, in percent, over the share of weights that became zero, a line for each
     way."""
-    if not rows:
-        raise InputError("there are no rows; what pruned_losses returned is accepted")
     figure = go.Figure()
     for i, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
         mine = [row for row in rows if row["method"] == method]
@@ -136,12 +133,10 @@ def by_zeros(rows: list[dict], paths: Iterable[str] | None = None) -> go.Figure:
     for i, (path, colour) in enumerate(_colours(row["path"] for row in timed).items()):
         named = False
         for at, pattern in enumerate(shown):
-            mine = sorted(
-                (row for row in timed if row["path"] == path and row["pattern"] == pattern),
-                key=lambda row: row["density"],
-            )
+            mine = [row for row in timed if (row["path"], row["pattern"]) == (path, pattern)]
             if not mine:
                 continue
+            mine.sort(key=lambda row: row["density"])
             figure.add_scatter(
                 x=[row["density"] for row in mine],
                 y=[row["x_dense"] for row in mine],
@@ -238,5 +233,9 @@ def move(figure: go.Figure, view: dict) -> None:
         names = [name.replace(" ", "<br>") for name in bars.x]
         below = [f"{text}<br>{name}" for text, name in zip(texts, names, strict=True)]
         figure.layout[bars.xaxis.replace("x", "xaxis")].ticktext = below
-    first, _, second = sentence(view).partition(": ")
-    figure.layout.title.text = f"{first}<br><sup>{second}</sup>"
+    there = {name: share for name, share in zip(FORMATS, shares) if share is not None}
+    small, quick = (min(some, key=some.__getitem__) for some in (there, {n: ms for n, ms in view["ms"].items() if ms}))
+    figure.layout.title.text = (
+        f"{view['density']:.1%} of the weights kept, the product off by {view['error']:.1%}<br><sup>fewest bytes as "
+        f"{small} ({there[small]:.0%} of dense), least time as {quick}</sup>"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...core import InputError
 from ..widgets import Drawn, ipywidgets
 from . import data, figures
 
@@ -14,10 +13,6 @@ class WeightExplorer(Drawn):
     while it moves. `.view` is the data behind `.figure`."""
 
     def __init__(self, weighed: data.Weighed, sparsity: float = 0.5) -> None:
-        if not isinstance(weighed, data.Weighed):
-            raise InputError(
-                f"weighed is a {type(weighed).__name__}; what twell_lab.course.sparsity_map.weigh returned is"
-            )
         self.weighed = weighed
         most = float(weighed.weight.abs().max())
         self.slider = ipywidgets.FloatSlider(

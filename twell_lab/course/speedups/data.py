@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import quantiles
 
 import torch
@@ -19,14 +18,14 @@ from ...bench import models, workloads
 from ...bench import rows as timed
 from ...bench.models import PLANNED
 from ...bench.rows import DENSE
-from ...bench.sizes import model_name
+from ...bench.whole import model_name
 from ...core import StackError
 from ...layers.find import feed_forwards
 from ...models.tiny import ModelConfig
 from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, newest, select
 
 FORWARD, DECODE, TRAINING = "forward", "decode", "training"
-_KINDS = {"model_forward": FORWARD, "model_decode": DECODE, "model_training": TRAINING}
+_KINDS = {"model_forward": FORWARD, "model_decode": DECODE, "model_training": TRAINING, "training": TRAINING}
 # How a model runs: the dense path, the sparse one (the first of these that was timed), and which time counts. Launches
 # of a graph are one, so a graph's time is the device's; a plain call's is what passes on the wall.
 WAYS = {
@@ -36,9 +35,7 @@ WAYS = {
 }
 _SPARSE = {path for _, paths, _ in WAYS.values() for path in paths}
 _NEAR = 0.25  # by how much the mean nnz of a layer may differ from that of the model that it stands for
-ALONE = "No layer like those of the model is recorded; on a GPU, `twell-lab record inference` makes a record."
 DRAWN = "drawn Llama"
-NOTHING = "No whole model is recorded in this checkout; on a GPU, `twell-lab record bench-2B` makes a record."
 # What is timed on the reader's machine: a drawn model, wide enough for its layers to gain something.
 _ON_GPU = ModelConfig(vocabulary=32768, d_model=2048, layers=8, heads=16, d_ff=5632, context=2048)
 _ON_CPU = ModelConfig(vocabulary=4096, d_model=512, layers=2, heads=8, d_ff=3072, context=32)
@@ -102,20 +99,15 @@ def recorded() -> list[dict]:
 
 
 def _read(row: dict) -> dict | None:
-    """A row of a whole model in the names used here; None for any other row. Earlier releases called models "model",
-    without saying whether it is a forward, and their training steps "training", as those of a layer."""
-    if row.get("dense_ms") is None or not {"layers", "parameters"} <= row.keys():
-        return None
-    old = {"model": DECODE if "cached" in row else FORWARD, "training": TRAINING}
-    step = (_KINDS | old).get(row["kind"])
-    if step is None:
+    """A row of a whole model in the names used here; None for any other row."""
+    if row.get("dense_ms") is None or row["kind"] not in _KINDS or not {"layers", "parameters"} <= row.keys():
         return None
     model, _, what = row["workload"].partition(", ")
-    if row["kind"] == "training":
+    if row["kind"] == "training":  # which are those of a layer, too
         model, what = f"a model of {row['layers']} layers", f"training step, {row['tokens']:,} tokens"
     if model in ("Llama", model_name("2B")):  # what two records of the library itself call that model, which is drawn
         model = DRAWN
-    return {"head": True, **row, "step": step, "model": model, "what": what}
+    return {"head": True, **row, "step": _KINDS[row["kind"]], "model": model, "what": what}
 
 
 def _single(row: dict) -> bool:
@@ -149,11 +141,6 @@ def layers_of(rows: list[dict]) -> list[dict]:
     return [row for each in devices for row in newest("", each, lambda row: _single(row) and _size(row) in sizes)]
 
 
-def alike(layers: list[dict], found: list[Step]) -> list[dict]:
-    """The rows of layers like those of the first step's model."""
-    return [row for row in layers if found and _size(row) == _size(found[0].dense)]
-
-
 def _layer(row: dict, layers: list[dict]) -> dict[str, dict]:
     """The rows of the layer that stands for those of a model's row, by path: of the same sizes and as many tokens, and
     nearest in nnz; {} where there is none."""
@@ -169,77 +156,14 @@ def _layer(row: dict, layers: list[dict]) -> dict[str, dict]:
     return {each["path"]: each for each in near if (each["nnz"], each["where"]) == (best["nnz"], best["where"])}
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A model's forward, step of decoding or of training, in one of WAYS, dense and planned, and its layers alone.
+def steps(rows: list[dict], layers: list[dict]) -> list[dict]:
+    """Each forward, step of decoding and of training of these rows with its LM head, in each of WAYS that was timed:
+    forwards first, few tokens before many.
 
-    dense, ours: the rows of the model. layer: the rows of a layer run in the same way, dense and planned; None where
-    none like it is recorded. clock: the time that counts, in all four."""
-
-    how: str
-    dense: dict
-    ours: dict
-    layer: tuple[dict, dict] | None
-    clock: str
-
-    @property
-    def name(self) -> str:
-        fires = f", nnz {self.dense['nnz']:.0f}" if self.dense["step"] == TRAINING else ""
-        return f"{self.dense['what']}{fires}, {self.how}"
-
-    @property
-    def x(self) -> float:
-        """Return how many times as fast the model is with planned layers."""
-        return self._times(self.dense, self.ours)[1]
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """The middle half of that, over the turns that both took."""
-        low, x, high = self._times(self.dense, self.ours)
-        return min(low, x), max(high, x)
-
-    def _times(self, dense: dict, ours: dict) -> tuple[float, float, float]:
-        """Dense over ours, and the quartiles around it. It is the ratio of the medians, as in the tables of records; on
-        a CPU, which does other things too, the median over the turns: what disturbed the one disturbed the other."""
-        samples = "wall_samples" if self.clock == "wall_ms" else "samples"
-        turns = [a / b for a, b in zip(dense.get(samples, []), ours.get(samples, []))]
-        x = dense[self.clock] / ours[self.clock]
-        low, middle, high = quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else [x] * 3
-        return low, middle if records.is_cpu(dense["device"]) else x, high
-
-    @property
-    def layers_ms(self) -> tuple[float, float] | None:
-        """Return what all feed-forward layers take by themselves, dense and planned, in milliseconds."""
-        if self.layer is None:
-            return None
-        dense, ours = (self.dense["layers"] / each.get("together", 1) * each[self.clock] for each in self.layer)
-        return dense, ours
-
-    @property
-    def layer_x(self) -> float | None:
-        """Return how many times as fast the layers by themselves are."""
-        return self.layer and self._times(*self.layer)[1]
-
-    @property
-    def share(self) -> float | None:
-        """The share of the dense model's time in which its feed-forward layers are."""
-        return self.layers_ms and min(1.0, self.layers_ms[0] / self.dense[self.clock])
-
-    @property
-    def predicted(self) -> float | None:
-        return self.share and amdahl(self.share, self.layer_x)
-
-    @property
-    def more_waiting(self) -> float:
-        """By how many milliseconds longer the device waits for the host with planned layers."""
-        waits = [
-            each["wall_ms"] - _device_ms(each) if self.clock == "wall_ms" else 0.0 for each in (self.dense, self.ours)
-        ]
-        return waits[1] - waits[0]
-
-
-def steps(rows: list[dict], layers: list[dict]) -> list[Step]:
-    """Each forward, step of decoding and of training of these rows, in each way that was timed, with its LM head."""
+    Each has name, how, step, tokens, where; the rows `dense` and `ours` of the model; dense_ms and ours_ms by the time
+    that counts; x, how many times as fast the model is with planned layers, and low to high, the middle half of that.
+    Where a layer like the model's was recorded, also share (of the dense model's time that its feed-forward layers
+    take), layer_x, predicted (x by Amdahl's law) and `why` (see `_why`); else these are None."""
     found = []
     for key in dict.fromkeys((*_same(row), row["where"]) for row in rows if row["head"]):
         here = {row["path"]: row for row in rows if (*_same(row), row["where"]) == key}
@@ -249,84 +173,75 @@ def steps(rows: list[dict], layers: list[dict]) -> list[Step]:
             if ours is None or dense not in here:
                 continue
             path = next((path for path in reversed(sparse) if path in alone), None)
-            layer = (alone[dense], alone[path]) if path and dense in alone else None
-            clocked = all(clock in each for each in (here[dense], ours, *(layer or ())))
-            found.append(Step(how, here[dense], ours, layer, clock if clocked else "ms"))
-    return sorted(found, key=lambda step: _place(step.dense))
+            layer = [alone[dense], alone[path]] if path and dense in alone else []
+            clocked = all(clock in row for row in (here[dense], ours, *layer))
+            found.append(_step(how, here[dense], ours, layer, clock if clocked else "ms"))
+    return sorted(found, key=_place)
+
+
+def _step(how: str, dense: dict, ours: dict, layer: list[dict], clock: str) -> dict:
+    low, x, high = _times(dense, ours, clock)
+    fires = f", nnz {dense['nnz']:.0f}" if dense["step"] == TRAINING else ""
+    step = {key: dense[key] for key in ("step", "tokens", "where")} | {"dense": dense, "ours": ours, "how": how}
+    step |= {"name": f"{dense['what']}{fires}, {how}", "dense_ms": dense[clock], "ours_ms": ours[clock]}
+    step |= {"x": x, "low": min(low, x), "high": max(high, x)}
+    step |= dict.fromkeys(("share", "layer_x", "predicted", "why"))
+    if layer:
+        alone = dense["layers"] / layer[0].get("together", 1) * layer[0][clock]
+        share, layer_x = min(1.0, alone / dense[clock]), _times(layer[0], layer[1], clock)[1]
+        step |= {"share": share, "layer_x": layer_x, "predicted": amdahl(share, layer_x)}
+        waits = [row["wall_ms"] - _device_ms(row) if clock == "wall_ms" else 0.0 for row in (dense, ours)]
+        step["why"] = _why(step, waits[1] - waits[0])
+    return step
+
+
+def _times(dense: dict, ours: dict, clock: str) -> tuple[float, float, float]:
+    """Return dense over ours between its quartiles. It is the ratio of the medians, as in the tables of records; on a
+    CPU, which does other things too, the median over the turns: what disturbed the one disturbed the other."""
+    samples = "wall_samples" if clock == "wall_ms" else "samples"
+    turns = [a / b for a, b in zip(dense.get(samples, []), ours.get(samples, []))]
+    x = dense[clock] / ours[clock]
+    low, middle, high = quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else [x] * 3
+    return low, middle if records.is_cpu(dense["device"]) else x, high
+
+
+def _why(step: dict, waiting: float) -> str:
+    """Return what lies between prediction and measurement: "as predicted" up to 3%; "host" where waiting longer for the
+    host, by so many milliseconds, is half of the difference or more; "within spread" where the middle half of the turns
+    holds the prediction; or which of the two is more."""
+    if abs(step["x"] / step["predicted"] - 1) <= 1 - LEAST:
+        return "as predicted"
+    if waiting >= 0.5 * (step["ours_ms"] - step["dense_ms"] / step["predicted"]) > 0:
+        return "host"
+    within = step["low"] <= step["predicted"] <= step["high"]
+    return "within spread" if within else "more" if step["x"] > step["predicted"] else "less"
 
 
 def _place(row: dict) -> tuple[int, int]:
-    """Where a row comes: forwards, decoding, training, and in each of them few tokens before many."""
     return (FORWARD, DECODE, TRAINING).index(row["step"]), row["tokens"]
 
 
-def trainings(found: list[Step]) -> tuple[list[Step], list[Step]]:
-    """The steps in which a model speaks, and those in which it learns."""
-    learns = [step for step in found if step.dense["step"] == TRAINING]
-    return [step for step in found if step not in learns], learns
-
-
-def about(found: list[Step]) -> str:
-    """Return which model was measured, in a few words; where and when, say the figures."""
-    speaks, _ = trainings(found)
-    if not speaks:
-        return NOTHING
-    row = speaks[0].dense
-    random = ", random weights" * row["model"].startswith("drawn ")
-    return (
-        f"{row['model']}{random}: {row['parameters'] / 1e9:.2g} billion parameters, {row['layers']} layers of "
-        f"{row['d_model']:,} x {row['d_ff']:,}, mean nnz {row['nnz']:.0f}"
-    )
-
-
-def compared(found: list[Step]) -> str:
-    """A Markdown table of steps: what Amdahl's law says of them, what was measured, and what lies between the two."""
-    lines = [
-        f"| {step.name} | {step.share:.0%} | {step.layer_x:.2f} | {amdahl(step.share, math.inf):.2f} | "
-        f"{step.predicted:.2f} | {step.x:.2f} | {between(step)} |"
-        for step in found
-        if step.share
-    ]
-    heads = ("", "layers' share", "layers: times as fast", "model: at most", "predicted", "measured", "")
-    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines]) if lines else ALONE
-
-
-def between(step: Step) -> str:
-    """Return what lies between prediction and measurement: "as predicted" up to 3%; "host" where more waiting for the
-    host is half of the difference or more; "within spread" where the middle half of the turns holds the prediction; or
-    which of the two is more."""
-    low, high = step.span
-    if abs(step.x / step.predicted - 1) <= 1 - LEAST:
-        return "as predicted"
-    if step.more_waiting >= 0.5 * (step.ours[step.clock] - step.dense[step.clock] / step.predicted) > 0:
-        return "host"
-    return "within spread" if low <= step.predicted <= high else "more" if step.x > step.predicted else "less"
-
-
 def pieces(rows: list[dict], layers: list[dict]) -> list[dict]:
-    """Where the time of plain calls goes, dense and planned: what, path, and milliseconds of `layers` (feed-forward),
-    `head` (the LM head, where it was also timed without), `rest` (other work of the device) and `wait` (for the host).
-    """
+    """Where the time of plain calls goes, dense and planned: what, path, where, whole (ms of the call), and rows `of`
+    each piece with its ms: feed-forward layers, the LM head (where it was also timed without), the rest of the device's
+    work, and waiting for the host."""
     found = []
-    for row in rows:
+    for row in sorted(rows, key=_place):
         alone = _layer(row, layers)
         layer = alone.get(row["path"] + GRAPH) or alone.get(row["path"])
         if row["path"] not in ("dense eager", "planned") or row["step"] == TRAINING or not row["head"] or layer is None:
             continue
-        without = [
-            each
-            for each in rows
-            if not each["head"]
-            and (*_model(each), each["what"], each["path"]) == (*_model(row), row["what"], row["path"])
-        ]
+        same = lambda row: (*_model(row), row["what"], row["path"])
+        without = [other for other in rows if not other["head"] and same(other) == same(row)]
         device = _device_ms(row)
         head = max(0.0, device - _device_ms(without[0])) if without else 0.0
         own = min(row["layers"] / layer.get("together", 1) * layer["ms"], device - head)
-        found.append(
-            {key: row[key] for key in ("what", "path", "where", "step", "tokens")}
-            | {"layers": own, "head": head, "rest": device - head - own, "wait": row["wall_ms"] - device}
-        )
-    return sorted(found, key=_place)
+        rest = "attention, norms and the rest" if without else "attention, LM head and the rest"
+        parts = {"feed-forward layers": own, "LM head": head, rest: device - head - own}
+        parts |= {"waiting for the host": row["wall_ms"] - device}
+        shared = {key: row[key] for key in ("what", "path", "where")} | {"whole": row["wall_ms"]}
+        found += [shared | {"of": of, "ms": ms} for of, ms in parts.items() if ms]
+    return found
 
 
 def _device_ms(row: dict) -> float:
@@ -353,59 +268,44 @@ def by_tokens(layers: list[dict], nnz: float = 29) -> list[dict]:
     return found
 
 
-def most_measured(layers: list[dict]) -> int | None:
-    """The number of tokens at which these layers were measured at the most nnz; None for no layers."""
-    nnzs: dict[int, set[float]] = {}
-    for row in layers:
-        nnzs.setdefault(row["tokens"], set()).add(row["nnz"])
-    return max(nnzs, key=lambda tokens: len(nnzs[tokens]), default=None)
-
-
-def by_nnz(layers: list[dict], kind: str, tokens: int | None) -> dict[str, list[tuple[float, float]]]:
-    """For so many tokens: path ("forced twell", "planned") -> points (nnz, times as fast as the dense layer, by the
-    device's time), nnz ascending. kind: "inference" or "training"."""
-    found = {}
-    for path in ("forced twell", "planned"):
-        if at := select(layers, kind, tokens=tokens, path=path):
-            found[path] = sorted({f"{row['nnz']:.2g}": (row["nnz"], row["x_dense"]) for row in reversed(at)}.values())
-    return found
-
-
-def stops(panels: dict[str, dict]) -> str:
-    """Between which measured nnz TwELL becomes slower than torch's layer. panels: what it was timed in -> what `by_nnz`
-    returned."""
-    said = []
-    for what, paths in panels.items():
-        if points := paths.get("forced twell"):
-            below = [f"{nnz:.0f}" for nnz, x in points if x < 1]
-            where = next(
-                (f"between nnz {a:.0f} and {b:.0f}" for (a, x), (b, y) in zip(points, points[1:]) if x >= 1 > y),
-                f"at nnz {', '.join(below)}" if below else "",
-            )
-            said.append(f"{what}: {where or f'nowhere up to {points[-1][0]:.0f}'}")
-    return "; ".join(said)
+def by_nnz(layers: list[dict], kinds: dict[str, str]) -> list[dict]:
+    """Return how many times as fast as the dense layer TwELL, forced, and the planned layer are by the device's time,
+    at the number of tokens that was measured at the most nnz: nnz, x, path, of, tokens, where. kinds: name of a panel,
+    `of` -> kind of its rows."""
+    nnzs = {
+        tokens: {row["nnz"] for row in layers if row["tokens"] == tokens} for tokens in (r["tokens"] for r in layers)
+    }
+    tokens = max(nnzs, key=lambda tokens: len(nnzs[tokens]), default=None)
+    found: dict[tuple, dict] = {}
+    for of, kind in kinds.items():
+        for row in reversed(select(layers, kind, tokens=tokens)):
+            if row["path"] in ("forced twell", "planned"):
+                said = {key: row[key] for key in ("nnz", "path", "tokens", "where")}
+                found[of, row["path"], f"{row['nnz']:.2g}"] = said | {"x": row["x_dense"], "of": of}
+    return sorted(found.values(), key=lambda row: row["nnz"])
 
 
 # ---- memory and energy ----
 
 
-def costs(found: list[Step]) -> list[dict]:
+def costs(found: list[dict]) -> list[dict]:
     """Return what planned models cost in percent of dense ones, where recorded: what, of (time, weights, peak memory,
-    energy), percent, dense and ours with their unit, where."""
-    lines = []
+    energy), percent, dense and ours with their unit, where. found: `steps`."""
+    keys = {
+        "weights": ("weight_bytes", "MiB"),
+        "peak memory": ("peak_bytes", "MiB"),
+        "energy": ("mj_per_token", "mJ a token"),
+    }
+    rows = []
     for step in found:
-        keys = {
-            "time": (step.clock, 1.0, "ms"),
-            "weights": ("weight_bytes", 2**-20, "MiB"),
-            "peak memory": ("peak_bytes", 2**-20, "MiB"),
-            "energy": ("mj_per_token", 1.0, "mJ a token"),
-        }
-        for of, (key, scale, unit) in keys.items():
-            dense, ours = step.dense.get(key), step.ours.get(key)
+        values = {"time": (step["dense_ms"], step["ours_ms"], "ms")}
+        values |= {of: (step["dense"].get(key), step["ours"].get(key), unit) for of, (key, unit) in keys.items()}
+        for of, (dense, ours, unit) in values.items():
             if dense and ours:
-                said = {"percent": 100 * ours / dense, "dense": dense * scale, "ours": ours * scale, "unit": unit}
-                lines.append({"what": step.name, "of": of, "where": step.dense["where"]} | said)
-    return lines
+                scale = 2**-20 if unit == "MiB" else 1.0
+                row = {"what": step["name"], "of": of, "where": step["where"], "percent": 100 * ours / dense}
+                rows.append(row | {"dense": scale * dense, "ours": scale * ours, "unit": unit})
+    return rows
 
 
 # ---- this machine ----
@@ -473,31 +373,3 @@ class _Beside(workloads.Clocks):
 
 def _through(pairs: list[tuple[nn.Module, Tensor]], turn: int) -> Tensor:
     return [layer(x) for layer, x in pairs][-1]
-
-
-# ---- what it comes to ----
-
-
-def three_lines(found: list[Step], own: list[Step]) -> list[str]:
-    """Return what the numbers say, in three lines: of layers and models, of what lies between, and of this machine."""
-    both = [step for step in found if step.share]
-    if not both:
-        lines = [ALONE if found else NOTHING, "So there is nothing to compare."]
-    else:
-        ends = lambda values: f"{min(values):.2f} to {max(values):.2f}"  # noqa: E731
-        count = lambda why: sum(between(step) == why for step in both)  # noqa: E731
-        best = max(found, key=lambda step: step.x)
-        models = ends([step.x for step in both])
-        lines = [
-            f"Layers {ends([step.layer_x for step in both])} times as fast make models {models}; best of all: "
-            f"{best.x:.2f} ({best.name}).",
-            f"Amdahl's law is within {1 - LEAST:.0%} in {count('as predicted')} of {len(both)}, within the "
-            f"spread in {count('within spread')}; the host explains {count('host')}.",
-        ]
-    if not own:
-        return [*lines, "Nothing was timed here."]
-    last = max(own, key=lambda step: step.x)
-    predicted = f" ({last.predicted:.2f} predicted)" if last.predicted else ""
-    low, high = last.span
-    advice = "swap" if low > 1 else "stay dense" if high < 1 else "no difference"
-    return [*lines, f"Here: {last.x:.2f} times{predicted}, {last.name}: {advice}."]

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
 from ... import core, records
-from ...analysis.profile import activations
 from ...core import InputError, RecordError, StackError
-from ...formats.twell import fires
-from ...layers.find import feed_forwards
 from ...models.tiny import LanguageModel
-from ...training.sweep import best_sparse, cost, pressed, seed_spread, twin
+from ...training.sweep import pressed, twin
 from ..recorded import device_and_day
 
 # What a sparse point must have: this share of zeros, and a loss at most this far above its twin's.
@@ -40,80 +34,11 @@ def name(row: dict, rows: list[dict]) -> str:
     return f"no L1, {row['label']}" if not row["config"]["l1"] else row["label"]
 
 
-def _ordered(rows: list[dict]) -> list[dict]:
-    """Rows by L1, those without L1 first; a run with re-initialisation comes after the one without."""
-    return sorted(
-        rows,
-        key=lambda row: (
-            row["config"]["l1"],
-            bool(row["config"].get("reinit")),
-            row["config"]["lr"],
-            row["config"]["seed"],
-        ),
-    )
-
-
-def verdict(rows: list[dict], zeros: float = ZEROS, more: float = MORE) -> list[str]:
-    """Return what the sweep found, in sentences computed from its rows."""
-    base, best = twin(rows), best_sparse(pressed(rows), zeros)
-    d_ff = base["config"]["d_ff"]
-    lines = [
-        f"Without L1: {base['mean_nnz']:.0f} of {d_ff} neurons fire for a token ({base['zeros']:.1%} zeros), "
-        f"{base['validation_bits_per_byte']:.4f} bits per byte."
-    ]
-    if best is None:
-        return [*lines, f"No run reached {zeros:.0%} zeros."]
-    within = [row for row in pressed(rows) if row["zeros"] >= zeros and cost(row, rows) <= more]
-    lines.append(
-        f"Best sparse point, {best['label']}: {best['mean_nnz']:.1f} fire ({best['zeros']:.1%} zeros), "
-        f"{best['validation_bits_per_byte']:.4f} bits per byte, {cost(best, rows):+.2%} against the twin."
-    )
-    if within and (most := max(within, key=lambda row: row["zeros"])) is not best:
-        lines.append(
-            f"Most zeros within {more:.0%}, {most['label']}: {most['mean_nnz']:.1f} fire ({most['zeros']:.1%} zeros), "
-            f"{cost(most, rows):+.2%}."
-        )
-    if (spread := seed_spread(rows)) is not None:
-        lines.append(f"Another seed alone moves the twin's loss by {spread:.2%}: a smaller difference means nothing.")
-    for again in rows:
-        if again["label"] in {f"{row['label']}, seed {again['config']['seed']}" for row in within}:
-            lines.append(
-                f"{again['label']}: {again['zeros']:.1%} zeros, {cost(again, rows):+.2%} against the twin of that seed."
-            )
-    lines.append(
-        f"Asked for: at least {zeros:.0%} zeros at no more than {more:.0%} above the twin. "
-        f"{'Reached' if within else 'Not reached'}."
-    )
-    return lines
-
-
-def three_lines(rows: list[dict], more: float = MORE) -> list[str]:
-    """Return what the sweep comes to: the sparsest run whose loss another seed might explain, the sparsest within
-    `more`, and what renewing dead rows changed. Lines that these rows do not carry are left out."""
-    base, spread, lines = twin(rows), seed_spread(rows), []
-    for limit, said in (
-        (
-            spread,
-            "With a loss no further from the twin's than another seed's ({:.1%}), {} of {:,} fire; without L1, {:.0f}.",
-        ),
-        (more, "Within {:.1%} of the twin's loss: {} fire."),
-    ):
-        found = [row for row in pressed(rows) if limit is not None and cost(row, rows) <= limit]
-        if found:
-            best = min(found, key=lambda row: row["mean_nnz"])
-            lines.append(said.format(limit, f"{best['mean_nnz']:.0f}", base["config"]["d_ff"], base["mean_nnz"]))
-    if pairs := renewed(rows):
-        dead = [[sum(layer["dead"] for layer in row["layers"]) for row in pair] for pair in pairs]
-        moved = max(abs(cost(after, rows) - cost(before, rows)) for before, after in pairs)
-        again = 1 - max(after / before for before, after in dead)
-        lines.append(f"Renewed, at least {again:.0%} of the dead fire again; the loss moves by {moved:.1%} at most.")
-    return lines
-
-
 def renewed(rows: list[dict]) -> list[tuple[dict, dict]]:
     """Pairs (without, with) of runs that differ in re-initialisation alone, by L1."""
     without = {row["config"]["l1"]: row for row in pressed(rows)}
-    return [(without[row["config"]["l1"]], row) for row in _ordered(rows) if row["config"].get("reinit")]
+    again = sorted((row for row in rows if row["config"].get("reinit")), key=lambda row: row["config"]["l1"])
+    return [(without[row["config"]["l1"]], row) for row in again]
 
 
 def byte_name(value: int) -> str:
@@ -143,31 +68,13 @@ def checkpoints() -> list[str]:
 
 
 def checkpoint(name: str) -> LanguageModel:
-    """A trained model on the CPU; data/checkpoints/README.md says what each of CHECKPOINTS is.
-
-    Raises:
-        InputError: name is none of them.
-        StackError: it is one that the installed package leaves out for its size.
-    """
+    """A trained model on the CPU; data/checkpoints/README.md says what each of CHECKPOINTS is. InputError for another
+    name, StackError for one that the installed package leaves out for its size."""
     if name not in CHECKPOINTS:
         raise InputError(f"name is {name!r}; accepted: {', '.join(CHECKPOINTS)}")
     if name not in checkpoints():
         raise StackError(
-            f"the model {name!r} is not in an installed package, which would be twice as large with it; "
-            f"it lies in data/checkpoints of the project's repository, and {', '.join(checkpoints())!r} is here"
+            f"the model {name!r} is not in an installed package: it lies in data/checkpoints of the project's "
+            f"repository; {', '.join(checkpoints())!r} is here"
         )
     return LanguageModel.load(core.data_dir() / "checkpoints" / name).eval()
-
-
-def awake(model: nn.Module, sentence: str) -> list[tuple[str, float]]:
-    """Return how many neurons fire at each byte of a sentence, averaged over layers: (the byte as a character, nnz)."""
-    content = sentence.encode()
-    if not 1 <= len(content) <= model.config.context:
-        raise InputError(f"sentence has {len(content)} bytes; accepted: 1 to {model.config.context}")
-    tokens = torch.tensor([list(content)])
-    layers = range(len(feed_forwards(model)))
-    nnz = sum(fires(activations(model, tokens, layer)[1]).sum(1).double() for layer in layers) / len(layers)
-    return [
-        (chr(byte) if 32 <= byte < 127 else byte_name(byte), value)
-        for byte, value in zip(content, nnz.tolist(), strict=True)
-    ]

@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...core import InputError
 from ...training.sweep import cost, pressed, seed_spread, twin
 from ..drawing import BESIDE, row_at
 from . import data
 
 LIGHT = "#C8C8C8"
+LOG = {"type": "log", "tickformat": "~g", "dtick": 1}  # of an axis
+_SHADES = ("rgb(230, 159, 0)", "rgb(0, 158, 115)", "rgb(0, 114, 178)", "rgb(72, 15, 105)")  # first layer to last
 
 
 def short(row: dict) -> str:
@@ -53,16 +55,14 @@ def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, mo
         annotation_font_size=11,
     )
     figure.add_scatter(
-        x=[row["mean_nnz"] for row in runs],
-        y=[row["validation_bits_per_byte"] for row in runs],
         name="by L1",
         mode="lines+markers+text",
-        text=[short(row)[3:] if row["config"]["l1"] else "no L1" for row in runs],
+        text=[short(row).removeprefix("L1 ") for row in runs],
         textposition=_beside([row["validation_bits_per_byte"] for row in runs]),
         line={"color": plots.BLUE},
         marker={"size": 10},
         cliponaxis=False,
-        **_hover(runs, rows),
+        **_points(runs, rows),
     )
     again = [row for _, row in data.renewed(rows)]
     seeds = [row for row in rows if row["label"].split(", ")[-1].startswith("seed ")]
@@ -74,15 +74,13 @@ def loss_against_nnz(rows: list[dict], where: str, zeros: float = data.ZEROS, mo
     ):
         if some:
             figure.add_scatter(
-                x=[row["mean_nnz"] for row in some],
-                y=[row["validation_bits_per_byte"] for row in some],
                 name=name,
                 mode="markers+text" if some is seeds else "markers",
                 # With L1, another seed lies on the point that it repeats; without, far from it.
                 text=["" if row["config"]["l1"] or some is not seeds else data.name(row, rows) for row in some],
                 textposition="middle left",
                 marker={"size": 11, "color": colour, "symbol": symbol, "line": {"width": 2}},
-                **_hover(some, rows),
+                **_points(some, rows),
             )
     low, high = (pick(row["mean_nnz"] for row in rows) for pick in (min, max))
     losses = [row["validation_bits_per_byte"] for row in rows]
@@ -132,14 +130,12 @@ def picked(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
         subplot_titles=["loss against nnz", "nnz, while training", "nnz by layer, at the end"],
     )
     figure.add_scatter(
-        x=[max(row["mean_nnz"], 1e-2) for row in runs],
-        y=[row["validation_bits_per_byte"] for row in runs],
         mode="lines+markers",
         line={"color": LIGHT, "width": 1},
         showlegend=False,
         row=1,
         col=1,
-        **_hover(runs, rows),
+        **_points(runs, rows),
     )
     for row in runs:
         figure.add_scatter(
@@ -165,12 +161,10 @@ def picked(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
         textfont={"size": 10},
         hovertemplate="layer %{x}: %{y:.3g}<extra></extra>",
     )
-    figure.update_xaxes(
-        type="log", tickformat="~g", dtick=1, autorange="reversed", title_text="mean nnz (log scale)", row=1, col=1
-    )
+    figure.update_xaxes(LOG, autorange="reversed", title_text="mean nnz (log scale)", row=1, col=1)
     figure.update_yaxes(title_text="bits per byte", row=1, col=1)
     figure.update_xaxes(title_text="step", row=1, col=2)
-    figure.update_yaxes(title_text="mean nnz (log scale)", type="log", tickformat="~g", dtick=1, row=1, col=2)
+    figure.update_yaxes(LOG, title_text="mean nnz (log scale)", row=1, col=2)
     figure.update_xaxes(title_text="layer", row=1, col=3)
     figure = plots.styled(figure, "", height=400).update_layout(margin_t=110)
     figure.update_annotations(font_size=12)
@@ -202,53 +196,34 @@ def over_time(rows: list[dict], where: str) -> go.Figure:
     """Every run of the sweep during training: held-out loss on the left, firing neurons on the right."""
     runs = pressed(rows)
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12)
-    for number, row in enumerate(runs):
-        colour, history = _shade((number - 1) / max(len(runs) - 2, 1)) if number else plots.GREY, row["history"]
-        seen = [
-            (step, bits)
-            for step, bits in zip(history["step"], history["val_bits_per_byte"], strict=True)
-            if bits is not None
-        ]
+    for row, colour in zip(runs, [plots.GREY, *sample_colorscale(_SHADES, len(runs) - 1)], strict=True):
+        history = row["history"]
         # A small L1 changes little: the line without L1 is drawn first and wide, so that it can be seen behind others.
-        group = {"legendgroup": short(row), "line": {"color": colour, "width": 2 if row["config"]["l1"] else 6}}
-        figure.add_scatter(
-            x=[step for step, _ in seen],
-            y=[bits for _, bits in seen],
-            mode="lines+markers",
-            name=short(row),
-            hovertemplate="step %{x}: %{y:.3f} bits per byte",
-            row=1,
-            col=1,
-            **group,
-        )
-        figure.add_scatter(
-            x=history["step"],
-            y=history["nnz"],
-            mode="lines",
-            name=short(row),
-            showlegend=False,
-            hovertemplate="step %{x}: %{y:.3g} neurons",
-            row=1,
-            col=2,
-            **group,
-        )
+        line = {"color": colour, "width": 2 if row["config"]["l1"] else 6}
+        for col, key, said in ((1, "val_bits_per_byte", "%{y:.3f} bits per byte"), (2, "nnz", "%{y:.3g} neurons")):
+            points = [(step, y) for step, y in zip(history["step"], history[key], strict=True) if y is not None]
+            figure.add_scatter(
+                x=[step for step, _ in points],
+                y=[y for _, y in points],
+                mode="lines+markers" if col == 1 else "lines",
+                name=short(row),
+                legendgroup=short(row),
+                line=line,
+                showlegend=col == 1,
+                hovertemplate=f"step %{{x}}: {said}",
+                row=1,
+                col=col,
+            )
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="held-out novels, bits per byte", row=1, col=1)
-    figure.update_yaxes(
-        title_text=f"neurons firing, of {runs[0]['config']['d_ff']} (log scale)",
-        type="log",
-        tickformat="~g",
-        dtick=1,
-        row=1,
-        col=2,
-    )
-    return plots.styled(
-        figure, f"Loss and firing neurons during training<br><sup>{where}</sup>", height=430
-    ).update_layout(legend=BESIDE | {"tracegroupgap": 0})
+    figure.update_yaxes(LOG, title_text=f"neurons firing, of {runs[0]['config']['d_ff']} (log scale)", row=1, col=2)
+    figure = plots.styled(figure, f"Loss and firing neurons during training<br><sup>{where}</sup>", height=430)
+    return figure.update_layout(legend=BESIDE | {"tracegroupgap": 0})
 
 
 def where_it_fires(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
     """One run: firing neurons of each layer by position in a window, and the bytes with the fewest and the most."""
+    row = row_at(pressed(rows), index)
     figure = make_subplots(
         rows=1,
         cols=2,
@@ -256,65 +231,45 @@ def where_it_fires(rows: list[dict], index: int = 0, where: str = "") -> go.Figu
         column_widths=[0.6, 0.4],
         subplot_titles=["by position in the window", "bytes with most and with fewest"],
     )
-    layers = len(pressed(rows)[0]["layers"])
-    for layer in range(layers):
+    seen, ends = row["positions"], data.extremes(row)
+    for layer, (nnz, colour) in enumerate(zip(seen["nnz"], sample_colorscale(_SHADES, len(seen["nnz"])), strict=True)):
         figure.add_scatter(
-            x=[],
-            y=[],
+            x=[start + 1 for start in seen["start"]],
+            y=[value or None for value in nnz],
             mode="lines+markers",
             marker={"size": 5},
             name=f"layer {layer}",
+            line={"color": colour},
+            hovertemplate="position %{x}: %{y:.3g}",
             row=1,
             col=1,
-            line={"color": _shade(layer / max(layers - 1, 1))},
-            hovertemplate="position %{x}: %{y:.3g}",
         )
     figure.add_bar(
-        x=[],
-        y=[],
+        x=[round(nnz, 2) for _, nnz in ends],
+        y=[name for name, _ in ends],
         orientation="h",
         marker_color=plots.BLUE,
         showlegend=False,
+        hovertemplate="%{y}: %{x:.3g} neurons<extra></extra>",
         row=1,
         col=2,
-        hovertemplate="%{y}: %{x:.3g} neurons<extra></extra>",
     )
-    figure.update_xaxes(
-        title_text="position, from 1 (log scale)", type="log", tickvals=[1, 2, 4, 8, 16, 32, 64, 128, 256], row=1, col=1
-    )
-    figure.update_yaxes(title_text="neurons firing (log scale)", type="log", tickformat="~g", dtick=1, row=1, col=1)
+    ticks = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    figure.update_xaxes(title_text="position, from 1 (log scale)", type="log", tickvals=ticks, row=1, col=1)
+    figure.update_yaxes(LOG, title_text="neurons firing (log scale)", row=1, col=1)
     figure.update_xaxes(title_text="neurons firing, mean over layers", rangemode="tozero", row=1, col=2)
     figure.update_yaxes(tickfont={"size": 10}, row=1, col=2)
-    figure = plots.styled(figure, "", height=460).update_layout(
-        margin_t=110, margin_b=90, legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}
-    )
-    figure.update_annotations(font_size=12)
-    ends = len(data.extremes(row_at(pressed(rows), index)))
-    if ends < len(rows[0]["bytes"]["value"]):  # others lie between the fewest and the most
+    if len(ends) < len(row["bytes"]["value"]):  # others lie between the fewest and the most
         line = {"color": plots.GREY, "width": 1, "dash": "dot"}
-        figure.add_hline(y=ends / 2 - 0.5, line=line, row=1, col=2)
-    pick_where(figure, rows, index, where)
-    return figure
-
-
-def pick_where(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> None:
-    """Pick another run in a figure that `where_it_fires` made."""
-    row = row_at(pressed(rows), index)
-    seen = row["positions"]
-    for layer, nnz in enumerate(seen["nnz"]):
-        figure.data[layer].x = [start + 1 for start in seen["start"]]
-        figure.data[layer].y = [value or None for value in nnz]
-    ends = data.extremes(row)
-    bars = figure.data[len(seen["nnz"])]
-    bars.y, bars.x = [name for name, _ in ends], [round(nnz, 2) for _, nnz in ends]
-    figure.layout.title.text = f"{short(row)}: where it fires<br><sup>{where}</sup>"
+        figure.add_hline(y=len(ends) / 2 - 0.5, line=line, row=1, col=2)
+    figure = plots.styled(figure, f"{short(row)}: where it fires<br><sup>{where}</sup>", height=460)
+    legend = {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top"}
+    return figure.update_layout(margin_t=110, margin_b=90, legend=legend).update_annotations(font_size=12)
 
 
 def dead_by_layer(rows: list[dict], where: str) -> go.Figure:
     """Dead neurons by layer, with and without re-initialisation: a panel for each L1 that was trained both ways."""
     pairs = data.renewed(rows)
-    if not pairs:
-        raise InputError("no run with re-initialisation is among these rows; accepted: at least one")
     figure = make_subplots(
         rows=1,
         cols=len(pairs),
@@ -347,43 +302,26 @@ def dead_by_layer(rows: list[dict], where: str) -> go.Figure:
     return figure.update_annotations(font_size=12).update_layout(legend={"y": -0.25, "yanchor": "top"}, margin_b=90)
 
 
-def sentence(counted: list[tuple[str, float]], model: str) -> go.Figure:
-    """Neurons firing at each byte of a sentence, as `data.awake` counts them. model: what to call it."""
-    figure = go.Figure(
-        go.Bar(
-            x=list(range(len(counted))),
-            y=[nnz for _, nnz in counted],
-            marker_color=plots.BLUE,
-            customdata=[letter for letter, _ in counted],
-            hovertemplate="%{customdata}: %{y:.1f}<extra></extra>",
-        )
-    )
-    figure.update_xaxes(
-        tickmode="array",
-        tickvals=list(range(len(counted))),
-        ticktext=[letter.replace(" ", "\u00b7") for letter, _ in counted],
-        tickangle=0,
-        tickfont={"family": "monospace", "size": 11},
-    )
+def sentence(content: bytes, nnz: list[float], model: str) -> go.Figure:
+    """Neurons firing at each byte of a sentence. model: what to call it."""
+    places = list(range(len(content)))
+    names = [chr(byte) if 32 < byte < 127 else "\u00b7" if byte == 32 else data.byte_name(byte) for byte in content]
+    hover = "%{customdata}: %{y:.1f}<extra></extra>"
+    figure = go.Figure(go.Bar(x=places, y=nnz, marker_color=plots.BLUE, customdata=names, hovertemplate=hover))
+    font = {"family": "monospace", "size": 11}
+    figure.update_xaxes(tickmode="array", tickvals=places, ticktext=names, tickangle=0, tickfont=font)
     figure.update_yaxes(title_text="neurons firing, mean over layers", rangemode="tozero")
     return plots.styled(figure, f"Neurons firing at each byte: {model}", height=330)
 
 
-def _hover(some: list[dict], rows: list[dict]) -> dict:
+def _points(some: list[dict], rows: list[dict]) -> dict:
+    """Where runs lie in a figure of loss over nnz, and what is said while the pointer is over them."""
     spread = seed_spread(rows)
     beside = "" if spread is None else f" (another seed: {spread:.1%})"
     return {
+        "x": [max(row["mean_nnz"], 1e-2) for row in some],
+        "y": [row["validation_bits_per_byte"] for row in some],
         "customdata": [[data.name(row, rows), row["zeros"], cost(row, rows)] for row in some],
         "hovertemplate": "%{customdata[0]}: %{x:.3g} fire, %{customdata[1]:.2%} zeros, %{y:.4f} bits per byte, "
         "%{customdata[2]:+.2%} against the twin" + beside + "<extra></extra>",
     }
-
-
-def _shade(share: float) -> str:
-    """Layers from first to last: orange, green, blue, violet, and what lies between."""
-    stops = ((230, 159, 0), (0, 158, 115), (0, 114, 178), (72, 15, 105))
-    at = min(int(share * (len(stops) - 1)), len(stops) - 2)
-    within = share * (len(stops) - 1) - at
-    return "rgb({}, {}, {})".format(
-        *(round(a + within * (b - a)) for a, b in zip(stops[at], stops[at + 1], strict=True))
-    )

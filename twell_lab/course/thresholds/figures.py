@@ -9,14 +9,13 @@ from ... import plots
 from .data import MOST, sentence
 
 PATHS = {"dense": plots.GREY, "twell": plots.BLUE, "hot_cold": plots.ORANGE}
+_DASH = ("line-ew-open", 14)
 _DRAWN_AS = [path.replace("_", "/") for path in PATHS]
-_SITES = {"activation": "kept behind the gate", "input": "kept of x", "hidden": "kept of the hidden values"}
 
 
 def picture(view: dict) -> go.Figure:
     """Density, error, overflow and predicted time by layer; and over the sparsity the change of the loss, and how long
     a step took here."""
-    times = f"predicted us of a layer, {view['gpu']}, {view['tokens']:,} token{'s' * (view['tokens'] > 1)}"
     figure = make_subplots(
         rows=3,
         cols=2,
@@ -26,83 +25,56 @@ def picture(view: dict) -> go.Figure:
             "density, %",
             "relative error of the layer's output, %",
             "tiles with more values than slots, %",
-            times if view["us"] else "time: no path of this package skips inputs",
+            f"predicted us of a layer, {view['gpu']}, 1 token",
             "change of the loss, %; points: measured, with 95% intervals",
             "ms of a step here, median and middle half; dashes: as it was",
         ],
     )
     looks = [
-        *[
-            {"name": _SITES[site], "showlegend": len(view["density"]) > 1, "marker_color": colour}
-            for site, colour in zip(view["density"], (plots.BLUE, plots.SKY))
-        ],
-        {"name": "error", "showlegend": False, "marker_color": plots.RED},
-        {"name": "overflow", "showlegend": False, "marker_color": plots.PURPLE},
-        *[{"name": name, "marker_color": colour} for name, colour in zip(_DRAWN_AS, PATHS.values(), strict=True)],
+        ("kept behind the gate", plots.BLUE, 1, 1),
+        ("error", plots.RED, 1, 2),
+        ("overflow", plots.PURPLE, 2, 1),
+        *((name, colour, 2, 2) for name, colour in zip(_DRAWN_AS, PATHS.values(), strict=True)),
     ]
-    places = [*[(1, 1)] * len(view["density"]), (1, 2), (2, 1), *[(2, 2)] * len(PATHS)]
-    for (row, col), look in zip(places, looks, strict=True):
-        unit = " us, predicted" if (row, col) == (2, 2) else "%"
-        group = {"offsetgroup": look["name"]} if (row, col) == (1, 1) else {}
-        hover = f"%{{x}}: %{{y:.2f}}{unit}<extra></extra>"
-        figure.add_bar(x=view["layers"], row=row, col=col, hovertemplate=hover, **look, **group)
+    for name, colour, row, col in looks:
+        times = (row, col) == (2, 2)
+        hover = f"%{{x}}: %{{y:.2f}}{' us, predicted' if times else '%'}<extra></extra>"
+        look = {"name": name, "marker_color": colour, "showlegend": times, "hovertemplate": hover}
+        figure.add_bar(x=view["layers"], row=row, col=col, **look)
     figure.add_scatter(
         x=view["layers"],
         name="the dense layer",
         mode="markers",
-        marker={"symbol": "line-ew-open", "size": 14, "color": plots.INK},
-        showlegend=bool(view["us"]),
+        marker={"symbol": _DASH[0], "size": _DASH[1], "color": plots.INK},
         row=2,
         col=2,
         hovertemplate="%{x}, dense: %{y:.1f} us, predicted<extra></extra>",
     )
-    figure.add_scatter(
-        mode="lines+markers",
-        line={"color": plots.GREY, "dash": "dot"},
-        marker={"size": 9, "color": plots.INK},
-        error_y={"type": "data", "symmetric": False},
-        name="measured",
-        showlegend=False,
-        row=3,
-        col=1,
-        hovertemplate="sparsity %{x:.0f}%: %{y:+.2f}%, measured<extra></extra>",
-    )
-    figure.add_scatter(
-        mode="markers",
-        marker={"size": 15, "color": plots.RED},
-        name="here",
-        showlegend=False,
-        row=3,
-        col=1,
-        hovertemplate="sparsity %{x:.0f}%: %{y:+.2f}%<extra></extra>",
-    )
-    figure.add_scatter(
-        mode="markers",
-        marker={"size": 9, "color": plots.INK},
-        error_y={"type": "data", "symmetric": False},
-        name="with thresholds",
-        showlegend=False,
-        row=3,
-        col=2,
-        hovertemplate="sparsity %{x:.0f}%: %{y:.3g} ms with thresholds, measured here<extra></extra>",
-    )
-    figure.add_scatter(
-        mode="markers",
-        marker={"symbol": "line-ew-open", "size": 14, "color": plots.INK},
-        name="without",
-        showlegend=False,
-        row=3,
-        col=2,
-        hovertemplate="%{y:.3g} ms as it was, measured in turn<extra></extra>",
-    )
+    dot, dash = ({"symbol": symbol, "size": size, "color": plots.INK} for symbol, size in (("circle", 9), _DASH))
+    for name, marker, col, hover in (
+        ("measured", dot, 1, "sparsity %{x:.0f}%: %{y:+.2f}%, measured"),
+        ("here", dot | {"size": 15, "color": plots.RED}, 1, "sparsity %{x:.0f}%: %{y:+.2f}%"),
+        ("with thresholds", dot, 2, "sparsity %{x:.0f}%: %{y:.3g} ms with thresholds, measured here"),
+        ("without", dash, 2, "%{y:.3g} ms as it was, measured in turn"),
+    ):
+        figure.add_scatter(
+            mode="lines+markers" if name == "measured" else "markers",
+            line={"color": plots.GREY, "dash": "dot"},
+            marker=marker,
+            error_y={"type": "data", "symmetric": False} if name in ("measured", "with thresholds") else None,
+            name=name,
+            showlegend=False,
+            row=3,
+            col=col,
+            hovertemplate=hover + "<extra></extra>",
+        )
     for row, col in ((1, 1), (2, 1)):
         figure.update_yaxes(range=[0, 105], row=row, col=col)
     for row in (1, 2, 3):
         figure.update_yaxes(rangemode="tozero", row=row, col=2)
     figure.update_xaxes(title_text="sparsity, %", range=[-3, 100 * MOST + 4], row=3)
     figure = plots.styled(figure, "", height=900)
-    figure.update_layout(margin_t=180, barmode="overlay" if len(view["density"]) == 1 else "group")
-    figure.update_layout(legend={"y": -0.08, "yanchor": "top"}, margin_b=90)
+    figure.update_layout(margin_t=180, barmode="overlay", legend={"y": -0.08, "yanchor": "top"}, margin_b=90)
     figure.update_annotations(font_size=12)
     move(figure, view)
     return figure
@@ -110,7 +82,7 @@ def picture(view: dict) -> go.Figure:
 
 def move(figure: go.Figure, view: dict) -> None:
     """Show another view of the same model in a figure that `picture` made (a FigureWidget of it too)."""
-    percent = [*view["density"].values(), view["error"], view["overflow"]]
+    percent = [view["density"], view["error"], view["overflow"]]
     bars = [[100 * share for share in values] for values in percent]
     bars += [[us if path == at else None for us, at in zip(view["us"], view["path"])] for path in PATHS]
     *traces, dense, loss, here, step, without = figure.data

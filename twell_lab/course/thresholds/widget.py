@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...core import InputError
 from ..widgets import Drawn, ipywidgets
 from . import data, figures
 
@@ -16,10 +15,6 @@ class ThresholdExplorer(Drawn):
     focus from it. `.view` is the data behind `.figure`."""
 
     def __init__(self, counted: data.Counted, sparsity: float = 0.5) -> None:
-        if not isinstance(counted, data.Counted):
-            raise InputError(
-                f"counted is a {type(counted).__name__}; what twell_lab.course.thresholds.count returned is"
-            )
         self.counted, self.view = counted, data.view(counted, sparsity)
         self.slider = ipywidgets.FloatSlider(
             min=0.0,

@@ -1,10 +1,4 @@
 """Notebook 04, trained live: small models with and without the L1 term, and which neurons still fire in them."""
 
 from . import figures
-from .data import (
-    SMALL,
-    dead_seen_in,
-    held_out,
-    skew_sentence,
-    some_text,
-)
+from .data import SMALL, firing_share, held_out, some_text

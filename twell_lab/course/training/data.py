@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...analysis.profile import LayerProfile
-from ...core import InputError
 from ...training.config import TrainConfig
 from ...training.text.source import Text, load, spread_windows
 
@@ -30,8 +28,6 @@ SMALL = TrainConfig(
 
 def some_text(size: int = 2_000_000, path=None) -> Text:
     """About the first `size` bytes of a text (None: Python's standard library source), in whole files."""
-    if not isinstance(size, int) or size < 2:
-        raise InputError(f"size is {size!r}; 2 bytes or more are accepted")
     whole = load(path)
     return whole if size >= whole.size else whole.split(size / whole.size)[0]
 
@@ -49,8 +45,6 @@ def firing_share(counts: Tensor, share: float = 0.8) -> float:
 
     counts: [d_ff], how often each fired.
     """
-    if not 0 < share <= 1:
-        raise InputError(f"share is {share!r}; above 0, up to 1 is accepted")
     most_first = counts.double().sort(descending=True).values
     total = most_first.sum()
     if total == 0:
@@ -58,19 +52,3 @@ def firing_share(counts: Tensor, share: float = 0.8) -> float:
     # With a relative slack: rounding in a sum must not ask for one neuron more.
     enough = most_first.cumsum(0) >= share * total * (1 - 1e-12)
     return (int(enough.int().argmax()) + 1) / len(counts)
-
-
-def dead_seen_in(fired: Tensor, parts: int = 6) -> list[tuple[int, int]]:
-    """(tokens, neurons silent in all of them) for the first n tokens, then for twice as many, and so on.
-
-    fired: bool [tokens, d_ff].
-    """
-    tokens = len(fired)
-    sizes = sorted({max(1, tokens >> part) for part in range(parts)})
-    return [(size, int((~fired[:size].any(0)).sum())) for size in sizes]
-
-
-def skew_sentence(layer: LayerProfile) -> str:
-    """How unevenly the neurons of a layer fire, in a sentence."""
-    dead = f", {layer.dead} never fire" if layer.dead else ""
-    return f"{firing_share(layer.neuron_counts):.0%} of the neurons do 80% of the firing{dead}."

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...core import InputError
 from ...plots import apart
 from ..drawing import row_at
 
@@ -137,28 +137,9 @@ def pick_run(figure: go.Figure, runs: dict[str, object], index: int) -> None:
     )
 
 
-def _some(items: dict) -> dict:
-    if not items:
-        raise InputError("there is nothing to draw; at least one labelled entry is accepted")
-    return items
-
-
-def _summaries(runs: dict[str, object]) -> dict[str, dict]:
-    return {label: run if isinstance(run, dict) else run.summary() for label, run in _some(runs).items()}
+def _summaries(runs: dict[str, Any]) -> dict[str, dict]:
+    return {label: run if isinstance(run, dict) else run.summary() for label, run in runs.items()}
 
 
 def _width(run: dict) -> int:
     return run["config"]["d_ff"]
-
-
-def _counts(figure: go.Figure, title: str) -> dict:
-    """Options for the y axis: logarithmic or, if a layer is silent and 0 has no place there, linear."""
-    values = [value for trace in figure.data for value in trace.y]
-    if min(values) > 0:
-        return {
-            "title_text": f"{title} (log scale)",
-            "type": "log",
-            "tickformat": "~g",
-            "dtick": "D2" if max(values) < 200 * min(values) else 1,
-        }
-    return {"title_text": title, "rangemode": "tozero"}

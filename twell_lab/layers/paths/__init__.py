@@ -3,8 +3,7 @@ new one is a file here and a line below; or a file of a room above, which hands 
 
 from importlib import import_module
 
-from .dense import Dense
-from .path import Path
+from .path import Dense, Path
 from .twell import HotCold, Twell
 
 _HANDS_DOWN = "twell_lab.sparsities"  # fills `further`; imported when a name is asked for that is not here

@@ -9,7 +9,7 @@ which more neurons fire than the packed form holds are computed densely once mor
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,10 +47,6 @@ class Rates:
         if not 0 <= self.launch < math.inf:
             raise InputError(f"launch is {self.launch!r}; seconds from 0 up are accepted")
 
-    def as_dict(self) -> dict:
-        """The rates by name, as a plan keeps them."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, eq=False)
 class Firing:
@@ -78,17 +74,12 @@ class Firing:
         totals = layer.nnz_histogram.double() / layer.tokens
         return cls(layer.d_model, layer.gated, frequency, totals, layer.overflow_rows, excess)
 
-    @property
-    def d_ff(self) -> int:
-        """The layer's neurons."""
-        return self.frequency.numel()
+    d_ff = property(lambda self: self.frequency.numel(), doc="The layer's neurons.")
 
     def lost(self, hot: int) -> float:
-        """About what share of the tokens will be computed densely after all, if all but `hot` neurons are packed.
-
-        These are the tokens whose neurons would exceed the slots even if they were spread evenly over the tiles. In the
-        layer's own order (hot 0) also those whose overflow would exceed the pool that 16 rows share, if all of it were
-        in one tile."""
+        """About what share of the tokens will be computed densely after all, if all but `hot` neurons are packed: those
+        whose neurons would exceed the slots even if they were spread evenly over the tiles; in the layer's own order
+        (hot 0) also those whose overflow would exceed the pool that 16 rows share, if all of it were in one tile."""
         fired, tiles = self.frequency.sum().item(), math.ceil((self.d_ff - hot) / TILE)
         packed = self.frequency[hot:].sum().item() / max(fired, 1e-30)
         most = math.floor((WORDS - 1) * tiles / packed) if packed else self.d_ff  # neurons that may fire
@@ -97,63 +88,35 @@ class Firing:
             return lost
         return max(lost, self.overflowing * max(0.0, 1 - 64 / (16 * self.excess)))
 
-    def beyond(self, most: float, hot: int) -> tuple[float, float]:
-        """About what share of the tokens has more than `most` entries, if all but `hot` neurons are packed; and the
-        share of all entries that these tokens have."""
+    def heavy(self, hot: int) -> tuple[float, float]:
+        """About what share of the tokens has so many entries, if all but `hot` neurons are packed, that it is computed
+        densely; and the share of all entries that these tokens have."""
         fired = self.frequency.sum().item()
         packed = self.frequency[hot:].sum().item() / max(fired, 1e-30)
         if not packed:
             return 0.0, 0.0
-        many = math.floor(most / packed) + 1
+        many = math.floor(dispatch.HEAVY / packed) + 1
         counts = torch.arange(self.totals.numel(), dtype=self.totals.dtype, device=self.totals.device)[many:]
         heavy = self.totals[many:]
         return heavy.sum().item(), min(1.0, (counts * heavy).sum().item() / max(fired, 1e-30))
 
 
-@dataclass(frozen=True)
 class Work:
-    """One call of a layer with so many tokens, values of `itemsize` bytes, and what parts of it take, in seconds."""
+    """One call of a layer with so many tokens, values of `itemsize` bytes, and what parts of it take, in seconds.
 
-    firing: Firing
-    rates: Rates
-    tokens: int
-    itemsize: int
+    gemms: those of the dense layer. few: whether the kernels for few tokens run; fuses_gate: the one that packs inside
+    the gate GEMM; fuses_dense: the one that computes relu(gate) * up in one GEMM; lists: those that read the kept
+    values from the dense gate as it is, so that nothing is packed (ops.listed). pieces: how many parts the rows of a
+    fused call are cut into."""
 
-    @property
-    def gemms(self) -> int:
-        """The GEMMs of the dense layer."""
-        return 3 if self.firing.gated else 2
-
-    @property
-    def few(self) -> bool:
-        """Return whether the kernels for few tokens run."""
-        return self.tokens <= decode.MOST_TOKENS
-
-    @property
-    def fuses_gate(self) -> bool:
-        """Return whether the kernel runs that packs inside the gate GEMM."""
-        return self.rates.fuses and self.tokens >= dispatch.LEAST_PACKED
-
-    @property
-    def fuses_dense(self) -> bool:
-        """Return whether the kernel runs that computes relu(gate) * up in one GEMM."""
-        return self.rates.fuses and self.tokens >= dispatch.LEAST_HIDDEN
-
-    @property
-    def lists(self) -> bool:
-        """Return whether the kept values are read from the dense gate as it is, so that nothing is packed
-        (ops.listed)."""
-        some = not self.few and self.tokens <= listed.MOST_TOKENS
-        return some and self.itemsize == 2 and not self.fuses_gate
-
-    @property
-    def pieces(self) -> int:
-        """Return how many parts the rows of a fused call are cut into."""
-        return math.ceil(self.tokens / down_rows.CHUNK)
-
-    def heavy(self, hot: int) -> tuple[float, float]:
-        """About what share of the tokens has so many entries that it is computed densely; see Firing.beyond."""
-        return self.firing.beyond(dispatch.HEAVY, hot)
+    def __init__(self, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> None:
+        self.firing, self.rates, self.tokens, self.itemsize = firing, rates, tokens, itemsize
+        self.gemms = 3 if firing.gated else 2
+        self.few = tokens <= decode.MOST_TOKENS
+        self.fuses_gate = rates.fuses and tokens >= dispatch.LEAST_PACKED
+        self.fuses_dense = rates.fuses and tokens >= dispatch.LEAST_HIDDEN
+        self.lists = not self.few and tokens <= listed.MOST_TOKENS and itemsize == 2 and not self.fuses_gate
+        self.pieces = math.ceil(tokens / down_rows.CHUNK)
 
     def gemm(self, n: int, k: int, count: float = 1.0) -> float:
         """Seconds of `count` products of the tokens with weights [n, k]."""

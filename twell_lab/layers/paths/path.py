@@ -1,4 +1,4 @@
-"""What a path is: whether it takes a layer, how it wants the weights to lie, the forward pass, and what that costs."""
+"""What a path is: which layers it takes, how it wants the weights to lie, the forward pass, and what that costs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ...core import TwellError
 from ...ops import functional
+from ...ops.activation import RELU
 from ...ops.checks import is_turned
 from ..parts import Weights
 from ..storage import COLUMNS
@@ -23,10 +25,9 @@ class Path:
 
     name: what plans, records and the operator call it. packs: whether neurons that fire are packed. splits: whether a
     choice of it says how many neurons, the first ones, are hot. exact: whether it computes the layer's function, but
-    for rounding; one that does not is called lossy wherever it is named. patterned: whether it takes a layer for where
-    the zeros of its weights lie; then it is timed on those weights, and never on drawn ones. learns: the path of
-    ops.train to take where gradients are needed. cuts: whether it is for layers with thresholds on their inputs; they
-    take these paths and dense, and no others do. reads: of "gate", "up" and "down" those that it reads by rows or by
+    for rounding. patterned: whether it takes a layer for where the zeros of its weights lie; then it is timed on those.
+    learns: the path of ops.train where gradients are needed. cuts: whether it is for layers with thresholds on their
+    inputs, which take these paths and dense alone. reads: of "gate", "up" and "down" those that it reads by rows or by
     columns (layers.storage)."""
 
     name: str
@@ -51,8 +52,7 @@ class Path:
         return True
 
     def fitted(self, weights: Weights) -> Path:
-        """Return the path for a layer with these weights, on which its `cost` may depend. Raises a TwellError for a
-        layer that it does not take because of them."""
+        """Return the path for a layer with these weights, on which its `cost` may depend; or raise a TwellError."""
         return self
 
     def refuses(self, layer: nn.Module, weights: Weights) -> str:
@@ -68,8 +68,7 @@ class Path:
         return functional.infer(x, *weights, self.name, hot, layer.tile, layer.words, layer.acts)
 
     def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor] | None:
-        """Return a function that does `forward` on a GPU for any x like this one, as long as these weights lie where
-        they do; None where it is not worth it."""
+        """Return a function that does `forward` on a GPU for any x like this one; None where it is not worth it."""
         if not self.packs:
             return None
         from ...ops import dispatch
@@ -78,21 +77,64 @@ class Path:
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float] | None:
         """Return the seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost; None
-        where that is not predicted, so that only a clock can say it."""
+        where only a clock can say it."""
         return None
 
 
+class Dense(Path):
+    """The dense module itself; on a Hopper GPU, from dispatch.LEAST_HIDDEN tokens, relu(gate) * up in one GEMM."""
+
+    name = learns = "dense"
+    packs = False
+
+    def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Tensor:
+        return super().forward(layer, x, weights, 0) if self._fuses(layer, x, weights) else layer.dense(x)
+
+    def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor] | None:
+        if self._fuses(layer, x, weights):
+            from ...ops import dispatch
+
+            return dispatch.prepare(x, weights, self.name, 0, layer.tile, layer.words, layer.acts)
+        return layer.source.forward if layer.registered else None
+
+    @staticmethod
+    def _fuses(layer: nn.Module, x: Tensor, weights: Weights) -> bool:
+        if not x.is_cuda or torch.compiler.is_compiling() or layer.acts != RELU or weights.gate is weights.up:
+            return False
+        from ...ops import dispatch
+
+        return hides_host(x) and dispatch.fuses(weights.up)
+
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        gemm, values = dense_parts(work)
+        launches = 2 if work.fuses_dense else 5 if work.firing.gated else 3
+        return {"gemm": gemm, "rows": 0.0, "memory": values, "launches": launches * work.rates.launch, "lost": 0.0}
+
+
+def hides_host(x: Tensor) -> bool:
+    """Return whether x has so many tokens that the GPU works longer than the host: where not, torch's own operations,
+    which cost the host least, are the fastest dense layer."""
+    from ...ops import dispatch
+
+    return x.shape[:-1].numel() >= dispatch.LEAST_HIDDEN
+
+
+def dense_parts(work: Work) -> tuple[float, float]:
+    """Return the seconds of the GEMMs, and of relu and multiply over the values between them."""
+    values = 0 if work.fuses_dense else (5 if work.firing.gated else 2) * work.tokens * work.firing.d_ff * work.itemsize
+    return work.gemm(work.firing.d_ff, work.firing.d_model, work.gemms), values / work.rates.bandwidth
+
+
 class Converted(Path):
-    """A path that computes with another representation of the weights, which the layer owns: made once (`make`), and
-    made again by one hook when a state is loaded. Gradients are dense. Changes of weights that are no loading are not
-    followed, as in quantised layers everywhere."""
+    """A path that computes with another representation of the weights, which the layer owns: made once, and made again
+    by one hook when a state is loaded, as in quantised layers everywhere. Gradients are dense."""
 
     learns = "dense"
     packs = False
 
     @abstractmethod
     def make(self, weights: Weights) -> Any:
-        """Return what `compute` needs. Raises a TwellError for weights that the path does not take."""
+        """Return what `compute` needs, or raise a TwellError for weights that the path does not take."""
 
     @abstractmethod
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Any) -> Tensor:

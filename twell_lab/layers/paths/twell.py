@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...formats.twell import TILE, WORDS
 from ..storage import COLUMNS, ROWS
-from .dense import dense_parts
-from .path import Path
+from .path import Path, dense_parts
 
 if TYPE_CHECKING:
     from .cost import Work
@@ -56,9 +55,7 @@ def hot_first(counts: Tensor, hot: int) -> Tensor:
     over tiles of 256.
 
     They are dealt to the tiles like cards, back and forth, so that every tile gets its share of those that still fire
-    often: in the order of their counts, the first tile would overflow while the last ones stay empty. Equal counts
-    keep their order.
-    """
+    often. Equal counts keep their order."""
     order = counts.argsort(descending=True, stable=True)
     rest = order[hot:]
     place = torch.arange(rest.numel(), device=rest.device)
@@ -82,7 +79,7 @@ def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, laun
         packed = 0
     # The kernels for few tokens take any number of entries.
     lost = 0.0 if few else firing.lost(hot)
-    heavy, entries = work.heavy(hot) if fused else (0.0, 0.0)
+    heavy, entries = firing.heavy(hot) if fused else (0.0, 0.0)
     pieces = 2 * work.pieces if fused else 0
     return {
         "gemm": gemm,

@@ -1,4 +1,5 @@
-"""A text of any length, prepared once: a folder with all of its tokens in one file, which training maps into memory.
+"""A text of any length, prepared once: a folder with all of its tokens in one file, which training maps into memory;
+and `load_any`, which reads texts of every kind.
 
 Documents are read, encoded and written one after the other, long files in pieces, so that only the disk limits the
 length. In the folder are `tokens.bin`, the token numbers one after the other, little-endian; `tokenizer.json`; and
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ...core import LOCK, InputError, TextError, locked_folder
-from .source import Readable, check_apart, of_pieces, stream
-from .tokenizer import Tokenizer, named
-from .tokenizer import load as load_tokenizer
-from .tokenizer import train as train_tokenizer
+from . import source
+from . import tokenizer as tokenizers
+from .source import Readable, Text
+from .tokenizer import Tokenizer
 
 MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
 UNFINISHED = f"{TOKENS}.part"
@@ -37,9 +38,8 @@ CHUNK = 16 * 2**20  # bytes that are encoded at a time
 class PreparedText(Readable):
     """A text in a folder that `prepare` made, or a part of it, to train on or to profile with, as a Text is.
 
-    name, sha256, size, source: of the text's bytes. tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file:
-    what is not read takes no memory. tokenizer: what the text was encoded with. cut: bytes and tokens of the training
-    part, which comes first."""
+    tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file: what is not read takes no memory. cut: bytes and
+    tokens of the training part, which comes first."""
 
     name: str
     sha256: str
@@ -57,6 +57,33 @@ class PreparedText(Readable):
         return training, rest
 
 
+def load_any(
+    spec: str | os.PathLike | Text | PreparedText | None, *, tokenizer: str | os.PathLike | Tokenizer | None = None
+) -> Text | PreparedText:
+    """Return the text that a command line or a config names, with the tokenizer to read it through.
+
+    spec: as for source.stream, a folder that `prepare` made, or a text. tokenizer: None (that of the text, or bytes),
+    "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the training part of the text), a path of a tokenizer's
+    JSON, or a tokenizer. TextError for what can't be read, StackError for an optional package that is missing, and
+    InputError for a wrong vocabulary, and another tokenizer than the one that a text was prepared with."""
+    if isinstance(spec, (Text, PreparedText)):
+        text = spec
+    else:
+        text = load(spec) if spec is not None and is_prepared(spec) else source.load(spec)
+    if tokenizer is None:
+        return text
+    wanted = tokenizers.named(tokenizer)
+    if isinstance(text, Text):
+        wanted = tokenizers.train(text.split()[0], wanted) if isinstance(wanted, int) else wanted
+        return replace(text, tokenizer=wanted)
+    if wanted not in (text.tokenizer, text.vocabulary):
+        raise InputError(
+            f"tokenizer is {getattr(tokenizer, 'name', tokenizer)!r}, and the text {text.name!r} was prepared with "
+            f"another of {text.vocabulary}; accepted: that one, or a text that is not prepared"
+        )
+    return text
+
+
 def is_prepared(path: str | os.PathLike) -> bool:
     """Return whether `prepare` made this folder, and came to its end."""
     return os.path.isfile(Path(path, MANIFEST)) and not os.path.exists(Path(path, UNFINISHED))
@@ -69,8 +96,8 @@ def load(folder: str | os.PathLike) -> PreparedText:
     try:
         fields = json.loads((folder / MANIFEST).read_bytes())
         same = {name: fields[name] for name in ("name", "sha256", "size", "source")}
-        tokenizer, cut = load_tokenizer(folder / TOKENIZER), (fields["cut"]["bytes"], fields["cut"]["tokens"])
-        tokens = torch.from_numpy(numpy.memmap(folder / TOKENS, fields["dtype"], mode="c"))
+        tokenizer, cut = tokenizers.load(folder / TOKENIZER), (fields["cut"]["bytes"], fields["cut"]["tokens"])
+        tokens = _mapped(folder / TOKENS, fields["dtype"])
         if (fields["format"], fields["tokenizer"], fields["count"]) != (FORMAT, tokenizer.sha256, len(tokens)):
             raise ValueError(f"{TOKENS}, {TOKENIZER} or the format is another than {MANIFEST} says")
         text = PreparedText(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
@@ -78,6 +105,10 @@ def load(folder: str | os.PathLike) -> PreparedText:
         return text
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise TextError(f"cannot read the prepared text {str(folder)!r}: {error}; prepare it again") from None
+
+
+def _mapped(path: Path, dtype: str) -> Tensor:
+    return torch.from_numpy(numpy.memmap(path, dtype, mode="c"))
 
 
 def prepare(
@@ -88,34 +119,27 @@ def prepare(
     on_bytes: Callable[[int], object] = lambda size: None,
 ) -> PreparedText:
     """Read a text, encode it, and keep it in the folder `out`. Its end becomes the validation part: 64 MiB, or a tenth
-    of a shorter text. What a preparation that fails or is killed has written is no text, and the next one writes over
-    it.
+    of a shorter text. What a preparation that fails or is killed leaves is no text, and the next one writes over it.
 
-    Args:
-        spec: as for source.stream: files may have any size, and a dataset is read to its end unless its "bytes" says
-            how much.
-        out: a new or empty folder.
-        tokenizer: as for load.load_any; "bpe:4096" is trained on the first 80 MB, or four fifths of a shorter text.
-        on_bytes: called time after time with the number of bytes of the text that were encoded so far.
+    spec: as for source.stream: files may have any size, and a dataset is read to its end unless its "bytes" says how
+    much. out: a new or empty folder. tokenizer: as for load_any; "bpe:4096" is trained on the first 80 MB, or four
+    fifths of a shorter text. on_bytes: called time after time with the number of bytes that were encoded so far.
 
     TextError for a text that can't be read or is too short. InputError for an `out` that is not empty, can't be written
     or lies in the text's folder."""
     if spec is not None and is_prepared(spec):
         raise InputError(f"{spec!s:.200} is a prepared text already; accepted: the text it was made from")
-    out, (name, files, source), wanted = Path(out), stream(spec), named(tokenizer)
-    check_apart(out, spec)
+    out, (name, files, origin), wanted = Path(out), source.stream(spec), tokenizers.named(tokenizer)
+    source.check_apart(out, spec)
     try:
         with locked_folder(out, "preparation"):
             there = {path.name for path in out.iterdir()} - {LOCK}
             if there and not (UNFINISHED in there and there <= {UNFINISHED, TOKENIZER, MANIFEST}):
-                raise InputError(
-                    f"out is {str(out)!r}, which holds {min(there)!r}; accepted: a new folder, or this one once it is "
-                    "empty"
-                )
+                raise InputError(f"out is {str(out)!r}, which holds {min(there)!r}; accepted: a new or empty folder")
             documents = filter(None, chain.from_iterable(files))
             fields, content = _encode(name, documents, out / UNFINISHED, wanted, on_bytes)
             (out / TOKENIZER).write_text(content, encoding="utf-8")
-            (out / MANIFEST).write_text(json.dumps({**fields, "source": source}, indent=1) + "\n", encoding="utf-8")
+            (out / MANIFEST).write_text(json.dumps({**fields, "source": origin}, indent=1) + "\n", encoding="utf-8")
             os.replace(out / UNFINISHED, out / TOKENS)
     except OSError as error:
         raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
@@ -123,14 +147,14 @@ def prepare(
 
 
 def _encode(name: str, documents: Iterable[bytes], path: Path, wanted: Tokenizer | int, on_bytes) -> tuple[dict, str]:
-    """Encode documents, or pieces of them, and write the tokens to `path`. Returns the manifest, without the source,
-    and what the tokenizer's file holds. wanted: the tokenizer, or the vocabulary of one to be trained."""
+    """Write the tokens of documents, or of pieces of them, to `path`; return the manifest, without the source, and what
+    the tokenizer's file holds."""
     if isinstance(wanted, int):
         first = next(_batches(documents, SAMPLE), [])
         sums = [*accumulate(map(len, first))]
         # Even if these are all documents, so many belong to the training part.
         some = [document for document, end in zip(first, sums, strict=True) if end <= 0.8 * sums[-1]] or first[:1]
-        wanted = train_tokenizer(of_pieces(f"the beginning of {name}", some), wanted)
+        wanted = tokenizers.train(source.of_pieces(f"the beginning of {name}", some), wanted)
         documents = chain(first, documents)
     digest, size, count, tokens = hashlib.sha256(), 0, 0, torch.empty(0)
     with open(path, "wb") as file:
@@ -145,7 +169,7 @@ def _encode(name: str, documents: Iterable[bytes], path: Path, wanted: Tokenizer
     if not held_out:
         raise TextError(f"{name} has {size} bytes; a tenth of them is held out: give a longer text")
     kind = str(tokens.dtype).removeprefix("torch.")
-    last = torch.from_numpy(numpy.memmap(path, kind, mode="c")[-held_out:]).long()
+    last = _mapped(path, kind)[-held_out:].long()
     cut = {"bytes": size - int(wanted.lengths[last].sum()), "tokens": count - held_out}
     fields = {"format": FORMAT, "name": name, "sha256": digest.hexdigest(), "size": size, "dtype": kind}
     return {**fields, "count": count, "tokenizer": wanted.sha256, "cut": cut}, wanted.content

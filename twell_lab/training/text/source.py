@@ -1,11 +1,9 @@
 """The text a model trains on: bytes, with a checksum, and a held-out part made of whole files.
 
-Unless it is given a tokenizer (twell_lab.training.text.tokenizer), its tokens are its bytes. The default text is the
-source of Python's own standard library (PSF licence), which is on every machine that runs this; it differs by Python
-version, so its SHA-256 goes into every record.
-
-A dataset of Hugging Face needs the `datasets` library, an optional package, and a network. The paper (arXiv 2603.23198)
-trains on a deduplicated fineweb-edu; "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original."""
+The default text is the source of Python's own standard library (PSF licence), which is on every machine that runs this;
+it differs by Python version, so its SHA-256 goes into every record. A dataset of Hugging Face needs the `datasets`
+library, an optional package, and a network. The paper (arXiv 2603.23198) trains on a deduplicated fineweb-edu;
+"hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original."""
 
 from __future__ import annotations
 
@@ -21,13 +19,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import parse_qsl
 
 import torch
 from torch import Tensor
 
-from ...core import InputError, TextError
+from ...core import InputError, TextError, TwellError
 from .tokenizer import BYTES, CHUNK, Tokenizer, optional, pieces
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
@@ -41,11 +38,14 @@ TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
 
 
 class Readable:
-    """What a model can be trained on: a Text, or a PreparedText (twell_lab.training.text.prepared)."""
+    """What a model can be trained on: a Text, or a PreparedText (twell_lab.training.text.prepared).
+
+    name: for a record; never a path of this machine. sha256, hexadecimal, and size: of its bytes. tokens: integers [n]
+    on the CPU. tokenizer: what the bytes are read as. source: of a dataset, where it comes from, ready for JSON."""
 
     name: str
     sha256: str
-    size: int  # in bytes
+    size: int
     tokens: Tensor
     tokenizer: Tokenizer
     source: dict | None
@@ -56,8 +56,7 @@ class Readable:
         return self.tokenizer.vocabulary
 
     def describe(self) -> dict:
-        """Return what a record keeps: name, SHA-256, size in bytes, the tokenizer unless it is bytes, the source of a
-        dataset."""
+        """Return what a record keeps: name, SHA-256, size, the tokenizer unless it is bytes, a dataset's source."""
         fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
         if self.tokenizer != BYTES:
             fields["tokenizer"] = self.tokenizer.describe()
@@ -66,11 +65,7 @@ class Readable:
 
 @dataclass(frozen=True, eq=False)
 class Text(Readable):
-    """A text as bytes, with where its files begin.
-
-    name: what to call it in a record; never a path of this machine. sha256: hexadecimal digest of the bytes in `data`,
-    uint8 [size] on the CPU. starts: position of the first byte of each file, ascending. tokenizer: what a model reads
-    the text as. source: for a dataset, where it comes from, ready for JSON."""
+    """A text in memory. data: its bytes, uint8 [size] on the CPU. starts: where its files begin, ascending."""
 
     name: str
     sha256: str
@@ -86,13 +81,8 @@ class Text(Readable):
 
     @cached_property
     def tokens(self) -> Tensor:  # type: ignore[override]
-        """Return the text as token numbers [n], encoded when first used: uint8, int16 or int32, on the CPU. For bytes
-        this is `data` itself."""
+        """Return the token numbers [n], encoded when first used; for bytes this is `data` itself."""
         return self.tokenizer.encode(self.data, self.starts)
-
-    def read_as(self, tokenizer: Tokenizer) -> Text:
-        """Return the same text, read through another tokenizer. The parts that `split` gives are encoded separately."""
-        return replace(self, tokenizer=tokenizer)
 
     def split(self, fraction: float = TRAINING) -> tuple[Text, Text]:
         """Cut into a training text (about this fraction of the bytes) and the rest, for validation.
@@ -100,7 +90,7 @@ class Text(Readable):
         The cut falls between two files, so that no validation window continues a file seen in training. Where that
         would make the validation part less than half or more than twice its share (a single file, or one much larger
         than the others), the cut falls at the end of a line instead, or where no line ends nearby, at exactly that
-        share. Raises TextError where either part would be empty."""
+        share. TextError where either part would be empty."""
         if self.size < 2:
             raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
         wanted, share = fraction * self.size, (1 - fraction) * self.size
@@ -131,17 +121,12 @@ def digest(data: Tensor) -> str:
 # ---- reading ----
 
 
-class Stream(NamedTuple):
-    """A text before it is read: its name, its files or documents in order, each in pieces, and for a dataset its parts
-    (see `parse`)."""
-
-    name: str
-    files: Iterable[Iterable[bytes]]
-    source: dict | None = None
+Stream = tuple[str, Iterable[Iterable[bytes]], dict | None]
 
 
 def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
-    """Return the text that a command line or a config names, to be read piece by piece.
+    """Return the text that a command line or a config names, before it is read: its name, its files or documents in
+    order, each in pieces, and for a dataset its parts (see `parse`).
 
     spec: None (Python's standard library), a file or folder, "FILE?field=NAME" (of a .jsonl or .csv file) or "hf:..."
     (see `parse`), of which at most `most` bytes are read unless it says how many. The files of a folder come in
@@ -153,17 +138,17 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
         files = [path for path in _files(folder, _NOT_LIBRARY) if path.suffix == ".py"] if folder.is_dir() else []
         if not files:
             raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
-        return Stream(name, map(_pieces_of, files))
+        return name, map(_pieces_of, files), None
     if isinstance(spec, str) and spec.startswith("hf:"):
         parts = parse(spec)
         parts["bytes"] = parts["bytes"] or most
         if most is not None and parts["bytes"] > LARGEST:
             raise InputError(f"bytes is more than {LARGEST} in {spec!r}; more is for twell-lab prepare")
-        documents = ([document] for document in _documents(dict(parts)))
+        what = f"the dataset {parts['dataset']!r} (subset {parts['subset']!r}, split {parts['split']!r})"
+        documents = _documents(what, _rows_of_dataset(dict(parts)), parts["column"], parts["bytes"])
         if os.path.isdir(parts["dataset"]):  # no path of this machine in records
             parts["dataset"] = os.path.basename(os.path.abspath(parts["dataset"]))
-        name = ", ".join(parts[part] for part in ("dataset", "subset", "split") if parts[part])
-        return Stream(name, documents, parts)
+        return ", ".join(filter(None, map(parts.get, ("dataset", "subset", "split")))), documents, parts
     path, asked, field = os.fspath(spec).partition("?field=")
     name = os.path.basename(os.path.abspath(path)) or "text"
     name = name if name.isprintable() else ascii(name)[1:-1]
@@ -171,7 +156,7 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
     if asked:
         if not rows:
             raise TextError(f"{os.fspath(spec)!r:.200}: a field is picked from a .jsonl or .csv file alone")
-        return Stream(f"{name}?field={field}", ([value] for value in _values(path, field)))
+        return f"{name}?field={field}", _documents(f"the text {path!r:.200}", _rows_of_file(path), field), None
     try:
         Path(path).stat()  # says why there is nothing
         files = _files(Path(path)) if os.path.isdir(path) else [Path(path)]
@@ -181,7 +166,7 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
         raise TextError(f"{path!r} is neither a file nor a folder; accepted: one of these")
     if rows and os.path.isfile(path):
         warnings.warn(f"{name} is read as plain text; {name}?field=text reads its field `text`", stacklevel=2)
-    return Stream(name, map(_pieces_of, files))
+    return name, map(_pieces_of, files), None
 
 
 def load(spec: str | os.PathLike | None = None) -> Text:
@@ -190,13 +175,13 @@ def load(spec: str | os.PathLike | None = None) -> Text:
     name, files, source = stream(spec, MOST_BYTES)
     contents, size = [], 0
     for file in files:
-        contents.append(b"".join(islice(file, LARGEST // CHUNK + 1)))
-        if (size := size + len(contents[-1])) > LARGEST:
+        if content := b"".join(islice(file, LARGEST // CHUNK + 1)):
+            contents.append(content)
+        if (size := size + len(content)) > LARGEST:
             raise TextError(
                 f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what twell-lab prepare "
                 "makes of it"
             )
-    contents = [content for content in contents if content]
     if not contents:
         raise TextError(f"{os.fspath(spec or '')!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
     return of_pieces(name if source is None else f"{name}, first {size:,} bytes", contents, source)
@@ -208,8 +193,7 @@ def standard_library() -> Text:
 
 
 def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
-    """Return the files below `folder`, ordered by the bytes of their relative paths, without the folders called as in
-    `skip`. OSError where that fails."""
+    """Return the files below `folder`, ordered by the bytes of their relative paths. skip: folders left out."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -232,28 +216,6 @@ def _pieces_of(path: Path) -> Iterator[bytes]:
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
 
 
-def _values(path: str, field: str) -> Iterator[bytes]:
-    """Yield the values of a field of a .jsonl or .csv file, an empty line after each. TextError for a file without that
-    field, or with other values."""
-    number = 1
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            lines = (json.loads(line) for line in file if line.strip())
-            for row in csv.DictReader(file) if path.lower().endswith(".csv") else lines:
-                value = row.get(field) if isinstance(row, dict) else None
-                if not isinstance(value, str):
-                    raise ValueError(f"row {number} has no text there")
-                yield f"{value.strip()}\n\n".encode()
-                number += 1
-    except OSError as error:
-        raise TextError(f"text {path!r:.200} cannot be read: {error.strerror}") from None
-    except (ValueError, csv.Error) as error:
-        raise TextError(f"{path!r:.200} with the field {field!r:.80}: {error}") from None
-
-
-# ---- datasets ----
-
-
 def parse(spec: str) -> dict:
     """Return the parts of "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=1e8&revision=main".
 
@@ -274,36 +236,40 @@ def parse(spec: str) -> dict:
         ) from None
 
 
-def _documents(parts: dict) -> Iterator[bytes]:
-    """Yield the documents of a dataset in their order, streamed: of each that is not empty its bytes and an empty
-    line.
-
-    parts: from `parse`. StackError without the library, and TextError, naming what was asked for, where the dataset is
-    not there or cannot be reached, or lacks the subset, split or column."""
-    library, size = optional("datasets", "a Hugging Face dataset"), 0
-    dataset, subset, split, column = (parts[name] for name in ("dataset", "subset", "split", "column"))
-    tried = f"the dataset {dataset!r} (subset {subset!r}, split {split!r})"
+def _documents(what: str, rows: Iterable[dict], column: str, most: int | None = None) -> Iterator[list[bytes]]:
+    """Yield the text in a column of each row that has some, and an empty line, up to `most` bytes in all. TextError,
+    naming `what` is read, for another column, and for what reading it raises."""
+    size = 0
     try:
-        for row in library.load_dataset(dataset, subset, split=split, revision=parts["revision"], streaming=True):
-            if column not in row:
-                raise TextError(f"{tried} has no column {column!r}; accepted: {', '.join(map(repr, row))}")
-            document = row[column]
-            if document is not None and not isinstance(document, str):
-                raise TextError(f"{tried} holds a {type(document).__name__} in {column!r}; accepted: text")
-            if document:
-                left = None if parts["bytes"] is None else parts["bytes"] - size
-                piece = (document.encode("utf-8", "surrogatepass") + SEPARATOR)[:left]
+        for row in rows:
+            if column not in row or not isinstance(row[column], str | None):
+                raise TextError(f"{what} has no text in {column!r}; accepted: one of {', '.join(map(repr, row))}")
+            if row[column]:
+                piece = (row[column].encode("utf-8", "surrogatepass") + SEPARATOR)[
+                    : None if most is None else most - size
+                ]
                 size += len(piece)
-                yield piece
-            if size == parts["bytes"]:
+                yield [piece]
+            if size == most:
                 return
-    except TextError:
+    except TwellError:
         raise
-    except Exception as error:  # the library, the Hub's client and the network each raise their own kinds
+    except Exception as error:  # JSON, csv, the library, the Hub's client and the network each raise their own kinds
         raise TextError(
-            f"cannot read {tried} beyond {size} bytes: {type(error).__name__}: {' '.join(str(error).split())}; "
-            "accepted: a folder that is here, or a dataset of the Hub, which needs a network"
+            f"cannot read {what} beyond {size} bytes: {type(error).__name__}: {' '.join(str(error).split())}; "
+            "accepted: a file or folder that is here, or a dataset of the Hub, which needs a network"
         ) from error
+
+
+def _rows_of_file(path: str) -> Iterator[dict]:
+    with open(path, encoding="utf-8", newline="") as file:
+        lines = (json.loads(line) for line in file if line.strip())
+        yield from csv.DictReader(file) if path.lower().endswith(".csv") else lines
+
+
+def _rows_of_dataset(parts: dict) -> Iterator[dict]:
+    how = {"split": parts["split"], "revision": parts["revision"], "streaming": True}
+    yield from optional("datasets", "a Hugging Face dataset").load_dataset(parts["dataset"], parts["subset"], **how)
 
 
 # ---- what a run checks, and the windows that it reads ----
@@ -312,9 +278,8 @@ def _documents(parts: dict) -> Iterator[bytes]:
 def check_apart(folder: str | os.PathLike, text) -> None:
     """Raise InputError where `folder` lies inside of a text that is a folder, too: what is saved there would change the
     text. text: as in a config; whatever is not the path of a folder passes."""
-    if not isinstance(text, (str, os.PathLike)) or not os.path.isdir(text):
-        return
-    if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(text)):  # resolve() raises for a loop of links
+    inside = isinstance(text, (str, os.PathLike)) and os.path.isdir(text)
+    if inside and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(text)):
         raise InputError(
             f"{str(folder)!r} is inside of the text {str(text)!r}: what is saved there would change the text; "
             "accepted: a folder outside of it"
@@ -333,12 +298,9 @@ def check_enough(training: Readable, validation: Readable, batch: int, context: 
 
 
 def random_windows(data: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
-    """Return `count` windows that begin anywhere in `data`: int64 [count, context + 1] on its device.
-
-    data: bytes or tokens, any integer dtype [n]. generator: draws the positions on the CPU, the same for every
-    device."""
-    starts = torch.randint(data.numel() - context, (count, 1), generator=generator)
-    return _windows(data, starts, context)
+    """Return `count` windows that begin anywhere in `data`, bytes or tokens [n]: int64 [count, context + 1] on its
+    device. generator: draws the positions on the CPU, the same for every device."""
+    return _windows(data, torch.randint(data.numel() - context, (count, 1), generator=generator), context)
 
 
 def spread_windows(data: Tensor, count: int, context: int) -> Tensor:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core import InputError, RecordError, StackError, TextError, read_file, write_atomically
+from ...core import InputError, StackError, TextError, read_file, write_atomically
 from ...models.llama import bytes_tokenizer
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ _MOST = 2**22  # token numbers; usual tokenizers have up to a million
 
 
 class Tokenizer:
-    """A reader of text as bytes, token number = byte value, which needs no training and no package.
-    Two are equal if their files are.
+    """A reader of text as bytes, token number = byte value. Two are equal if their files are.
 
     name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are. content: what its
     file holds, JSON; sha256: of that, None for bytes. lengths: the bytes that each token stands for, int32 [vocabulary]
@@ -60,11 +59,8 @@ class Tokenizer:
         return {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Write its file, whole or not at all, for `load` to read. InputError where it can't be written."""
-        try:
-            write_atomically(path, self.content, make_folder=False)
-        except RecordError as error:
-            raise InputError(str(error)) from None
+        """Write its file, whole or not at all, for `load` to read. RecordError where it can't be written."""
+        write_atomically(path, self.content)
         return Path(path)
 
     def __eq__(self, other) -> bool:
@@ -157,37 +153,46 @@ def train(text: Text, vocabulary: int) -> BPE:
 
 
 def load(path: str | os.PathLike) -> Tokenizer:
-    """Return the tokenizer in a file that `save` wrote, or in a tokenizer.json of the tokenizers library. TextError for
-    any other file."""
+    """Return the tokenizer of a tokenizer.json of the tokenizers library. TextError for any other file."""
     try:
         content = read_file(path, _LARGEST)
         fields = json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         raise TextError(
-            f"cannot read the tokenizer {os.fspath(path)!r}: {getattr(error, 'strerror', None) or error}; "
-            "accepted: bytes, bpe:4096, or its file"
+            f"cannot read the tokenizer {os.fspath(path)!r}: {error}; accepted: bytes, bpe:4096, or its file"
         ) from None
-    if fields == json.loads(BYTES.content):
-        return BYTES
-    return BPE(content.decode(), os.path.basename(path))
+    return BYTES if fields == json.loads(BYTES.content) else BPE(content.decode(), os.path.basename(path))
 
 
 def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
-    """Return the tokenizer that a command line or a config means (see load.load_any), or the vocabulary of one that is
-    yet to be trained. InputError for a vocabulary that is no whole number from 256 to 2**20."""
+    """Return the tokenizer that a command line or a config means (see prepared.load_any), or the vocabulary of one that
+    is yet to be trained. InputError for a vocabulary that is no whole number from 256 to 2**20."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
-    if tokenizer is None or tokenizer == "bytes":
+    if tokenizer in (None, "bytes"):
         return BYTES
     if not isinstance(tokenizer, str) or not tokenizer.startswith("bpe:"):
         return load(tokenizer)
-    size = tokenizer.removeprefix("bpe:")
-    if not (re.fullmatch("[0-9]{3,7}", size) and 256 <= int(size) <= 2**20):
+    if not (re.fullmatch("bpe:[0-9]{3,7}", tokenizer) and 256 <= int(tokenizer[4:]) <= 2**20):
         raise InputError(
             f"tokenizer is {tokenizer!r:.80}; accepted: bytes, bpe:4096 (a vocabulary from 256 to {2**20}), a path"
         )
     _library()
-    return int(size)
+    return int(tokenizer[4:])
+
+
+def tokenizer_of(folder: str | os.PathLike, vocabulary: int) -> Tokenizer:
+    """Return the tokenizer that a model's folder holds, or else bytes. InputError where it does not go with a model of
+    this vocabulary, which may be larger than that of a BPE."""
+    path = Path(folder) / "tokenizer.json"
+    own = load(path) if path.is_file() else BYTES
+    if own.vocabulary > vocabulary or own == BYTES and vocabulary != BYTES.vocabulary:
+        read = f"the tokenizer in {str(path)!r}" if path.is_file() else f"bytes, as there is no {str(path)!r}"
+        raise InputError(
+            f"the model has a vocabulary of {vocabulary}, and {own.vocabulary} would be read: {read}; accepted: a "
+            "model folder with the tokenizer that the model was trained with"
+        )
+    return own
 
 
 def pieces(file: IO[bytes]) -> Iterator[bytes]:
