@@ -18,9 +18,11 @@ from ..formats import TILE, WORDS, check_geometry
 from ..layers.choice import Choice, LayerPlan
 from ..layers.experts import Expert, Routed
 from ..layers.find import FeedForward, Only, check_model, feed_forwards, only_dense, replaced, survey
+from ..layers.lossy import ThresholdedInput
 from ..layers.parts import Weights, uncompiled
 from ..layers.paths import PATHS
-from ..layers.sparse_ffn import SparseFFN
+from ..layers.skipping import skip, stop_skipping
+from ..layers.sparse_ffn import FOR_CUT, SparseFFN
 from ..ops.functional import check_finite
 
 PLANNED = "twell_lab_plan"  # the attribute of a model that has the plan by which some of its layers stayed dense
@@ -111,10 +113,19 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
     for found in layers:
         if isinstance(found.module, SparseFFN) and _stays(found.module.plan):
             model = _take_out(model, found.module)
+    if any(path in FOR_CUT for path in _paths(told)):
+        for module in model.modules():
+            if type(module) is nn.Linear and ThresholdedInput.of(module):
+                skip(module)  # or it stays as it is, with the same zeros
     vars(uncompiled(model)).pop(PLANNED, None)
     if isinstance(told, Plan) and any(map(_stays, told.layers)):
         vars(uncompiled(model))[PLANNED] = told
     return model
+
+
+def _paths(told: Plan | Choice) -> set[str]:
+    """Return the paths that are taken somewhere."""
+    return {told.path} if isinstance(told, Choice) else {one.path for layer in told.layers for one in layer.choices.values()}
 
 
 def _stays(plan: LayerPlan | Choice) -> bool:
@@ -191,8 +202,10 @@ def densify(model: nn.Module) -> nn.Module:
     Weights get the plain layout again, and reordered neurons their own order. Hooks, parts and parameters are those
     that the sparse layer had."""
     check_model(model)
-    for sparse in [m for m in model.modules() if isinstance(m, SparseFFN)]:
-        model = _take_out(model, sparse)
+    for module in list(model.modules()):
+        stop_skipping(module)
+        if isinstance(module, SparseFFN):
+            model = _take_out(model, module)
     vars(uncompiled(model)).pop(PLANNED, None)
     return model
 

@@ -6,7 +6,8 @@ zero, so that it can be skipped; the model then computes something else than bef
 - "cats" (Lee et al., arXiv 2404.08763): on the activation of a layer, |act(gate(x))|, in layers without a gate
   |act(up(x))|. What is zero there spares a row of up and a column of down; without a gate, of down.
 - "teal" (Liu et al., arXiv 2408.14690): on the inputs of the projections, which are x before gate and up, and the
-  hidden values before down. What is zero there spares a column of what it enters.
+  hidden values before down. What is zero there spares a column of what it enters. With `attention` on the inputs of
+  the other projections of these layers' blocks, too, as published: q, k, v and o.
 
 A place's threshold is the quantile of the magnitudes that were seen there while the model ran over some batches
 (`calibrate`). All places get the same sparsity, or with `greedy` each its own: all begin at 0, and the one is raised by
@@ -16,8 +17,8 @@ inputs) over the multiplications that it spares, until the mean, by multiplicati
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -144,6 +145,7 @@ class Calibration:
 
     method: str
     layers: list[LayerCalibration]
+    projections: dict[str, tuple[nn.Linear, Histogram]] = field(default_factory=dict)  # of attention, by name
 
     @property
     def tokens(self) -> int:
@@ -179,15 +181,24 @@ class Calibration:
         """Return the thresholds for this sparsity; arguments as `thresholds` takes them."""
         shares = self.sparsities(sparsity, greedy=greedy)
         layers = [layer.at(sites) for layer, sites in zip(self.layers, shares)]
-        return Thresholds(self.method, float(sparsity), greedy, self.tokens, layers)
+        projections = []
+        for name, (linear, seen) in self.projections.items():
+            threshold = seen.threshold(sparsity)
+            shape = linear.in_features, linear.out_features
+            projections.append(ProjectionThreshold(name, *shape, threshold, seen.density(threshold)))
+        return Thresholds(self.method, float(sparsity), greedy, self.tokens, layers, projections)
 
 
-def calibrate(model: nn.Module, batches: Iterable, *, method: str = "cats", only: Only | None = None) -> Calibration:
+def calibrate(
+    model: nn.Module, batches: Iterable, *, method: str = "cats", attention: bool = False, only: Only | None = None
+) -> Calibration:
     """Run the model over the batches and count the magnitudes that thresholds are made of.
 
     Arguments and errors are those of `thresholds`; the model is left as it was."""
     if method not in tuple(SITES):
         raise InputError(f"method is {method!r:.80}; accepted: {', '.join(map(repr, SITES))}")
+    if not isinstance(attention, bool) or attention and method != "teal":
+        raise InputError(f"attention is {attention!r:.80}; accepted: False, and True with method 'teal'")
     if not (chosen := _layers(model, only)):
         raise InputError(
             f"no feed-forward layer in {type(model).__name__}{'' if only is None else ' that `only` takes'}; routed "
@@ -197,10 +208,26 @@ def calibrate(model: nn.Module, batches: Iterable, *, method: str = "cats", only
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
     check_all((layer.name, layer.module) for layer in chosen)
     layers = [LayerCalibration(layer, method) for layer in chosen]
-    run(model, [(layer.layer, layer.add) for layer in layers], batches)
+    seen = {name: (linear, Histogram()) for name, linear in (_projections(model, chosen) if attention else {}).items()}
+    watched: list[tuple[FeedForward, Callable]] = [(layer.layer, layer.add) for layer in layers]
+    for name, (linear, histogram) in seen.items():
+
+        def count(x: Tensor, gate: Gate, rows: Rows, name: str = name, histogram: Histogram = histogram) -> None:
+            histogram.add(rows.kept(x), name)
+
+        watched.append((FeedForward(name, linear, None, linear, linear, None), count))
+    run(model, watched, batches)
     if idle := [layer.name for layer in layers if not layer.tokens]:
         raise InputError(f"{idle[0]!r} saw no token of the batches; accepted: one or more, or an `only` without it")
-    return Calibration(method, layers)
+    return Calibration(method, layers, {name: one for name, one in seen.items() if one[1].counts.any()})
+
+
+def _projections(model: nn.Module, layers: list[FeedForward]) -> dict[str, nn.Linear]:
+    """Return the plain linear layers of the blocks that these layers are in, by name, without the layers' own."""
+    blocks = {layer.name.rpartition(".")[0] for layer in layers}
+    own = {id(module) for layer in layers for module in (*layer.module.modules(), layer.gate, layer.up, layer.down)}
+    linears = ((name, m) for name, m in uncompiled(model).named_modules() if type(m) is nn.Linear and id(m) not in own)
+    return {name: m for name, m in linears if any(block and name.startswith(f"{block}.") for block in blocks)}
 
 
 def thresholds(
@@ -210,6 +237,7 @@ def thresholds(
     *,
     method: str = "cats",
     greedy: bool = False,
+    attention: bool = False,
     only: Only | None = None,
 ) -> Thresholds:
     """Choose, for a model that was not trained to be sparse, what its feed-forward layers may set to zero; leaves the
@@ -226,12 +254,13 @@ def thresholds(
         sparsity: the share of the values that should become zero, from 0 up to, but not, 1; with `greedy` up to 0.95.
         method: "cats" or "teal", as this module's first lines describe them.
         greedy: give each layer its own sparsity by measured errors, not all the same.
+        attention: cut the inputs of attention's projections, too, each by the same share; with "teal" alone.
         only: the layers for which only(name, module) is true; the others, and routed experts, keep all their values.
 
     InputError for a model without such a layer, or with thresholds on it; for layers that compute something else than
     their parts say, are quantised, adapted, sharded, on meta or swapped; for values that are not finite."""
     _check_sparsity(sparsity, greedy)
-    return calibrate(model, batches, method=method, only=only).at(sparsity, greedy=greedy)
+    return calibrate(model, batches, method=method, attention=attention, only=only).at(sparsity, greedy=greedy)
 
 
 def _check_sparsity(sparsity, greedy) -> None:
@@ -269,19 +298,31 @@ class LayerThresholds:
 
 
 @dataclass(frozen=True)
+class ProjectionThreshold:
+    """The threshold on the inputs of one projection of an attention, and the density that it leaves there."""
+
+    name: str
+    inputs: int
+    outputs: int
+    threshold: float
+    density: float
+
+
+@dataclass(frozen=True)
 class Thresholds(Saved):
     """Thresholds for the feed-forward layers of one model, which make it lossy where they are applied.
 
     sparsity: what was wished for. tokens: how many were calibrated on."""
 
     FORMAT: ClassVar = "twell-lab thresholds"
-    VERSION: ClassVar = 1
+    VERSION: ClassVar = 2
 
     method: str
     sparsity: float
     greedy: bool
     tokens: int
     layers: list[LayerThresholds]
+    projections: list[ProjectionThreshold] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.method not in SITES or not self.layers:
@@ -292,7 +333,7 @@ class Thresholds(Saved):
 
     @property
     def spared(self) -> float:
-        """Return the share of the layers' multiplications that meet a zero, on the calibration batches."""
+        """Return the share of the multiplications by these weights that meet a zero, on the calibration batches."""
         sizes = [layer.d_ff * layer.d_model for layer in self.layers]
         whole = sum((3 if layer.gated else 2) * size for layer, size in zip(self.layers, sizes))
         zero = [
@@ -300,7 +341,8 @@ class Thresholds(Saved):
             for layer, size in zip(self.layers, sizes)
             for site, share in layer.density.items()
         ]
-        return sum(zero) / whole
+        zero += [(1 - one.density) * one.inputs * one.outputs for one in self.projections]
+        return sum(zero) / (whole + sum(one.inputs * one.outputs for one in self.projections))
 
     def table(self) -> list[dict]:
         """Return one row a layer, JSON-able: layer, threshold and density of each place, error."""
@@ -321,7 +363,8 @@ class Thresholds(Saved):
         return (
             f"{records.table(rows, {name: name for name in rows[0]})}\n"
             f"{self.method}, sparsity {self.sparsity:g}, {how}, from {self.tokens:,} tokens: {self.spared:.0%} of the "
-            f"layers' multiplications meet a zero\n{label}"
+            f"multiplications meet a zero, in these layers"
+            f"{f' and {len(self.projections)} projections of attention' if self.projections else ''}\n{label}"
         )
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -343,6 +386,9 @@ class Thresholds(Saved):
                 put(module, parts.family.activation, activation.train(module.training))
             for site, projections in cut_places(parts).items() if self.method == "teal" else ():
                 ThresholdedInput(layer.thresholds[site]).train(module.training).put_on(module, site, projections)
+        for one in self.projections:
+            linear = uncompiled(model).get_submodule(one.name)
+            ThresholdedInput(one.threshold).train(linear.training).put_on(linear, "input", [linear])
         if (config := _config(model)) is not None:
             setattr(config, CONFIG, asdict(self))
         return model
@@ -374,7 +420,8 @@ class Thresholds(Saved):
             raise InputError(f"windows is {what}; accepted: int64 [n, length], two or more windows and tokens in each")
         self._pairs(model)
         before = sorted(part.threshold for _, part in lossy_parts(model))
-        if before and before != sorted(value for layer in self.layers for value in layer.thresholds.values()):
+        own = [value for layer in self.layers for value in layer.thresholds.values()]
+        if before and before != sorted(own + [one.threshold for one in self.projections]):
             raise InputError("the model has other thresholds on it; accepted: one with these, or none (remove)")
         try:
             with_them = losses(self.apply(model), windows)
@@ -396,6 +443,17 @@ class Thresholds(Saved):
                 theirs = "d_model {}, d_ff {}, gated {}, {}".format(*wanted)
                 said = f"{layer.name!r} {own}, and they are for {theirs}; accepted: the model that they were made for"
                 raise InputError(f"these are thresholds of another model: {said}")
+        linears = {name: m for name, m in uncompiled(model).named_modules() if type(m) is nn.Linear}
+        for one in self.projections:
+            linear = linears.get(one.name)
+            if linear is None or (linear.in_features, linear.out_features) != (one.inputs, one.outputs):
+                own = (
+                    "is not there"
+                    if linear is None
+                    else f"has {linear.in_features} inputs, {linear.out_features} outputs"
+                )
+                said = f"{one.name!r} {own}, and they are for {one.inputs} and {one.outputs}"
+                raise InputError(f"these are thresholds of another model: {said}; accepted: the one they were made for")
         return [(layer, there[layer.name]) for layer in self.layers]
 
 

@@ -17,6 +17,7 @@ from tests.layers import models_of
 from tests.models.thresholds.models_of import MODELS, answer, gpt2, llama, opt, ours, tokens
 from twell_lab.core import InputError, RecordError
 from twell_lab.layers.lossy import lossy_parts
+from twell_lab.layers.skipping import SkippingLinear
 from twell_lab.models.thresholds import CONFIG, LOSSY, ROWS, Histogram, LayerThresholds, LossChange, calibrate
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops.reference import GatedFeedForward
@@ -547,3 +548,27 @@ def test_a_model_that_is_sparse_by_itself_is_not_called_lossy():
     assert "nothing is changed" in said and LOSSY not in said
     cut = replace(layer, thresholds={"activation": 0.1})
     assert LOSSY in str(tl.Thresholds("cats", 0.5, False, 100, [cut]))
+
+
+def test_attention_is_cut_saved_swapped_and_taken_back(tmp_path):
+    """The inputs of q, k, v and o, as published: the model is what hooks on its projections make of it."""
+    model, batch = llama(), tokens()
+    before = answer(model)
+    found = tl.thresholds(model, [batch], 0.5, method="teal", attention=True)
+    names = [one.name for one in found.projections]
+    assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert all(abs(one.density - 0.5) < 0.05 for one in found.projections) and 0.45 < found.spared < 0.55
+    assert f"{len(names)} projections of attention" in str(found) and len(lossy_parts(found.apply(model))) > len(names)
+    cut = answer(model)
+    assert not torch.equal(cut, before)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(answer(tl.load(tmp_path)), cut)
+    assert tl.Thresholds.load(found.save(tmp_path / "thresholds.json")) == found
+    tl.sparsify(model, "kept_inputs")
+    assert sum(isinstance(module, SkippingLinear) for module in model.modules()) in (0, len(names))
+    torch.testing.assert_close(answer(model), cut)
+    tl.densify(model)
+    assert torch.equal(answer(model), cut)
+    assert torch.equal(answer(found.remove(model)), before)
+    with pytest.raises(InputError, match="attention"):
+        tl.thresholds(llama(), [batch], 0.5, attention=True)
