@@ -12,13 +12,14 @@ import os
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..core import TwellError, check_folder, check_target
+from ..core import InputError, TwellError, check_folder, check_target
 from . import terminal, train_command
 from .options import Option, add_fields, option, path, whole
 
@@ -314,12 +315,15 @@ def _run(arguments: list[str]) -> int:
             terminal.write("")
         raise
     command = COMMANDS[options.command]
-    written = []
+    values = vars(options).values()
+    written, named = [], Counter(os.path.abspath(value) for value in values if isinstance(value, Path))
     for name, how in command.options:
         place = getattr(options, how.get("dest", name.lstrip("-").replace("-", "_")))
         if place is not None and how.get("metavar") in _CHECKED:
             _CHECKED[how["metavar"]](place)
             written += [place] * (how["metavar"] == "OUT")
+    if twice := [place for place in written if named[os.path.abspath(place)] > 1]:
+        raise InputError(f"{twice[0]} is named twice; accepted: a file of its own for what is written")
     answer = _named(command.run)(options)
     if answer is None:  # another process of torchrun's gives it
         return 0

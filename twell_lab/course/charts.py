@@ -22,10 +22,10 @@ MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star")
 
 def groups(rows: Iterable[dict], by: Of) -> dict:
     """Return rows by what `by` says of them, in the order of their first ones."""
-    found: dict = {}
+    grouped: dict = {}
     for row in rows:
-        found.setdefault(_of(by, row), []).append(row)
-    return found
+        grouped.setdefault(_of(by, row), []).append(row)
+    return grouped
 
 
 def lines(
@@ -139,14 +139,14 @@ def finish(
         figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
     elif not log_y:
         figure.update_yaxes(rangemode="tozero")
-    told = [*dict.fromkeys(row["where"] for row in rows), *also]
+    sources = [*dict.fromkeys(row["where"] for row in rows), *also]
     named = [trace.name or "" for trace in figure.data if trace.showlegend is not False]
     columns = max(1, int(780 // (6.2 * max(map(len, named), default=0) + 45)))
     panels = any(note.yref == "paper" and note.yanchor == "bottom" for note in figure.layout.annotations)
-    above = 44 + 21 * max(1, len(told)) + 22 * panels
+    above = 44 + 21 * max(1, len(sources)) + 22 * panels
     below = 56 + 20 * -(-len(named) // columns) * (len(named) > 1)
     full = height + above + below
-    figure = plots.styled(figure, title + f"<br><sub>{'<br>'.join(told)}</sub>" * bool(told), full)
+    figure = plots.styled(figure, title + f"<br><sub>{'<br>'.join(sources)}</sub>" * bool(sources), full)
     return figure.update_layout(
         margin={"t": above, "b": below},
         title={"y": 1 - 30 / full, "yref": "container", "yanchor": "middle"},

@@ -88,6 +88,7 @@ MODEL = "model --text text.txt --windows 2".split()
         (TRAIN, "--text", [*PLACES, "empty", "/dev/zero", "no\nsuch"]),
         (["profile", *MODEL], "--windows", NUMBERS),
         (["profile", *MODEL], "--text --against", ["", "\0", "fifo", "empty", "loop", "folder", "no\nsuch"]),
+        (["profile", *MODEL, "--out", "empty.json"], "--html", ["empty.json", "./empty.json"]),
         (["plan", *MODEL, "--predict-only", "--device", "cpu"], "--windows --tokens", NUMBERS),
         (["thresholds", *MODEL], "--windows", NUMBERS),
         (["thresholds", *MODEL], "--out", ["", "\0", "fifo", "loop", "folder", "text.txt/below", "x" * 300]),
