@@ -125,7 +125,11 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
 
 def _paths(told: Plan | Choice) -> set[str]:
     """Return the paths that are taken somewhere."""
-    return {told.path} if isinstance(told, Choice) else {one.path for layer in told.layers for one in layer.choices.values()}
+    return (
+        {told.path}
+        if isinstance(told, Choice)
+        else {one.path for layer in told.layers for one in layer.choices.values()}
+    )
 
 
 def _stays(plan: LayerPlan | Choice) -> bool:

@@ -359,12 +359,12 @@ class Thresholds(Saved):
         rows = [{**row, "layer": row["layer"] or "layer"} for row in self.table()]
         how = "greedy" if self.greedy else "the same for all layers"
         cut = any(value > 0 for layer in self.layers for value in layer.thresholds.values())
+        attention = f", {len(self.projections)} projections of attention included" if self.projections else ""
         label = LOSSY if cut else "so many values are zero by themselves: no threshold is above 0, nothing is changed"
         return (
             f"{records.table(rows, {name: name for name in rows[0]})}\n"
             f"{self.method}, sparsity {self.sparsity:g}, {how}, from {self.tokens:,} tokens: {self.spared:.0%} of the "
-            f"multiplications meet a zero, in these layers"
-            f"{f' and {len(self.projections)} projections of attention' if self.projections else ''}\n{label}"
+            f"layers' multiplications meet a zero{attention}\n{label}"
         )
 
     def apply(self, model: nn.Module) -> nn.Module:
