@@ -394,17 +394,18 @@ def test_an_adapter_under_a_swapped_layer_is_that_of_the_dense_one(plan):
 def test_thresholds_stay_kernels_in_compiled_code(gpu, d_model, d_ff, tokens):
     """A layer with thresholds on its inputs, and a projection of an attention behind one, eager and compiled."""
     torch.manual_seed(tokens)
-    layer = GatedFeedForward(d_model, d_ff, activation="silu").to(gpu, torch.bfloat16).requires_grad_(False)
+    layer = GatedFeedForward(d_model, d_ff)
+    layer.act_fn = torch.nn.SiLU()
     x = torch.randn(tokens, d_model, device=gpu, dtype=torch.bfloat16)
-    model = torch.nn.Sequential(layer, torch.nn.Linear(d_model, 128, device=gpu, dtype=torch.bfloat16, bias=False))
+    model = torch.nn.Sequential(layer, torch.nn.Linear(d_model, 128, bias=False)).to(gpu, torch.bfloat16)
     model = tl.thresholds(model.requires_grad_(False), [x], 0.5, method="teal").apply(model)
-    wanted = copy.deepcopy(model).double()(x.double())
+    wanted = model(x).float()
     sparse = tl.sparsify(copy.deepcopy(model), "kept_inputs")
     assert skip(sparse[1]) == ""
     with torch.no_grad():
         for call in (sparse, torch.compile(sparse, fullgraph=True)):
             y = call(x)
-            assert (y.double() - wanted).norm() <= 0.05 * wanted.norm()  # rounding moves some over a threshold
+            assert (y.float() - wanted).norm() <= 0.03 * wanted.norm()  # rounding moves some over a threshold
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled, torch.no_grad():
         call(x)
     names = [event.name for event in profiled.events() if "kept_inputs" in event.name]
