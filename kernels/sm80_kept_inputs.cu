@@ -10,7 +10,8 @@
 //   kept_inputs_v2  a block lists the kept inputs, then reads 16 bytes a lane of SLAB columns of their rows, AT_ONCE rows
 //                   a lane under way; a row that several tokens keep is read once
 //   kept_inputs_v3  a warp lists its own inputs, 32 at a time, and reads their rows as soon as it has a batch: no barrier
-//                   before the last sums. Slabs of 64 columns, or of 32 (narrow) where those are too few blocks
+//                   before the last sums. A slab has 64 columns; 128 (wide) where those are blocks enough for the GPU,
+//                   or 32 (narrow) where 64 are not
 // Worklog: docs/kernels/sm80_kept_inputs.md
 #include "activation.cuh"
 #include "ptx_sm80_decode.cuh"
@@ -339,6 +340,17 @@ __device__ __forceinline__ void product_of_kept(OwnMemory<LANES>& memory, const 
     }
     y[(long long)token * outputs + n] = output(all[0], all[MATRICES - 1], first_bias, second_bias, n);
 }
+
+#if TOKENS == 1  // the sums of several tokens have no room in shared memory
+extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
+kept_inputs_v3_wide(const value_t* __restrict__ x, const value_t* __restrict__ first_t,
+                    const value_t* __restrict__ second_t, const value_t* __restrict__ first_bias,
+                    const value_t* __restrict__ second_bias, value_t* __restrict__ y, int tokens, int inputs,
+                    int outputs, float threshold) {
+    __shared__ OwnMemory<16> memory;
+    product_of_kept<16>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
 kept_inputs_v3(const value_t* __restrict__ x, const value_t* __restrict__ first_t, const value_t* __restrict__ second_t,

@@ -20,8 +20,9 @@ FEW = 2  # up to which a layer takes it: four tokens together keep nearly all in
 VERSIONS = (1, 2, 3)
 KINDS = ("relu", *CURVES)  # activations, without a threshold of their own
 TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
-_COLUMNS = {1: 256, 2: 32, 3: 64}  # of the result, those of a block, by version
-_NARROW = 32  # of version 3, where 64 would leave multiprocessors without a block
+_COLUMNS = {1: 256, 2: 32}  # of the result, those of a block, by version
+_WIDTHS = {"_wide": 128, "": 64, "_narrow": 32}  # the same of version 3, by what its kernels' names end in
+_ENOUGH = 0.6  # blocks for each multiprocessor: with fewer, a block's slab is made narrower
 _ROW_LANES = 4  # lanes that share a row of a weight, 8 values each
 
 
@@ -59,6 +60,7 @@ KEPT_INPUTS = Source(
     {
         "kept_inputs_v1": Entry(256, "ppppppiiif"),
         "kept_inputs_v2": Entry(lambda macros: 32 * macros.get("BLOCK_WARPS", 8), "ppppppiiif"),
+        "kept_inputs_v3_wide": Entry(512, "ppppppiiif", among=lambda macros: macros["TOKENS"] == 1),
         "kept_inputs_v3": Entry(512, "ppppppiiif"),
         "kept_inputs_v3_narrow": Entry(512, "ppppppiiif"),
     },
@@ -114,14 +116,21 @@ def product(
         raise InputError(f"version is {version}; for {outputs} outputs at this address {versions} are accepted")
     version = version or versions[-1]
     bound = torch.tensor(threshold, dtype=x.dtype, device="cpu").item()
-    narrow = version == 3 and -(-outputs // _COLUMNS[3]) < call.units
-    name = f"kept_inputs_v{version}" + "_narrow" * narrow
-    kernel = KEPT_INPUTS.kernel(name, _macros(x.dtype, tokens, second_t is not None, kind), early=True)
+    end, columns = ("", _COLUMNS[version]) if version < 3 else _slab(outputs, tokens, call.units)
+    macros = _macros(x.dtype, tokens, second_t is not None, kind)
+    kernel = KEPT_INPUTS.kernel(f"kept_inputs_v{version}{end}", macros, early=True)
     y = call.empty(tokens, outputs, dtype=x.dtype)
-    grid = -(-outputs // (_NARROW if narrow else _COLUMNS[version])), tokens if version == 1 else 1
+    grid = -(-outputs // columns), tokens if version == 1 else 1
     tensors = (x, first_t, second_t, first_bias, second_bias, y)
     call.launch(kernel, grid, *tensors, tokens, inputs, outputs, bound)
     return y
+
+
+def _slab(outputs: int, tokens: int, units: int) -> tuple[str, int]:
+    """Return the slab of version 3 on a GPU of so many multiprocessors, as an item of _WIDTHS: the widest of which there
+    are enough. What is read of a row at once is as long as a slab is wide, and long reads are what memory likes."""
+    widths = [item for item in _WIDTHS.items() if tokens == 1 or item[0] != "_wide"]
+    return next((item for item in widths if -(-outputs // item[1]) >= _ENOUGH * units), widths[-1])
 
 
 def layer(

@@ -101,6 +101,7 @@ CASES = [
     *(product(t, *sizes, BF16, kind, paired) for t in (1, 4) for sizes in ((2048, 5632), (264, 72)) for kind in kept_inputs.KINDS for paired in (True, False)),
     *(product(t, *sizes, FP16, "silu") for t in (1, 2, 3) for sizes in ((2048, 5632), (264, 72))),
     *(product(t, *sizes, dtype, None, False, t == 2) for t in (1, 2, 3) for sizes in ((5632, 2048), (8, 8), (9000, 24)) for dtype in TYPES),
+    *(product(t, 264, 14336, BF16, kind, kind is not None) for t in (1, 2) for kind in ("silu", None)),  # wide slabs
     *(product(t, 300, 77, dtype, "gelu", version=1) for t in (1, 3) for dtype in TYPES),
     *(product(t, 264, 400, BF16, kind, kind is not None, version=2) for t in (1, 3) for kind in ("silu", None)),
     *(product(2, 264, 1000, threshold=threshold) for threshold in (0.0, 100.0)),
