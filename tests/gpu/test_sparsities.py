@@ -397,7 +397,7 @@ def test_thresholds_stay_kernels_in_compiled_code(gpu, d_model, d_ff, tokens):
     layer = GatedFeedForward(d_model, d_ff)
     layer.act_fn = torch.nn.SiLU()
     x = torch.randn(tokens, d_model, device=gpu, dtype=torch.bfloat16)
-    model = torch.nn.Sequential(layer, torch.nn.Linear(d_model, 128, bias=False)).to(gpu, torch.bfloat16)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(d_model, 128, bias=False)).to(gpu, torch.bfloat16).eval()
     model = tl.thresholds(model.requires_grad_(False), [x], 0.5, method="teal").apply(model)
     wanted = model(x).float()
     sparse = tl.sparsify(copy.deepcopy(model), "kept_inputs")

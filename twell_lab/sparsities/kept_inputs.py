@@ -5,8 +5,8 @@
 
 TEAL (Liu et al., arXiv 2408.14690; models.thresholds puts it on a model) zeroes the small inputs of gate and up, and of
 down. An input meets a column of the weight, so all three weights are stored by their columns. From more than
-ops.kept_inputs.FEW tokens on, on a CPU, in compiled code and where gradients are needed the layer is dense, with the
-same zeros: what is lossy is the layer, not the path."""
+ops.kept_inputs.FEW tokens on, on a CPU and where gradients are needed the layer is dense, with the same zeros: what is
+lossy is the layer, not the path. In compiled code it is two operators."""
 
 from __future__ import annotations
 
