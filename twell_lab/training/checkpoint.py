@@ -97,7 +97,10 @@ def text_of(folder: str | os.PathLike) -> dict:
 def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
     """Return the config of the checkpoint in `folder`, with `changes`. Its `text` is the path the text had."""
     state = load(folder)
-    return TrainConfig(**{**state["config"], "text": state["text"]["path"], **changes})
+    try:
+        return TrainConfig(**{**state["config"], "text": state["text"]["path"], **changes})
+    except (TypeError, KeyError) as error:  # a damaged file may name other fields
+        raise InputError(f"{STATE} in {os.fspath(folder)!r} cannot be read: {error}") from None
 
 
 def check_same(state: dict, config: TrainConfig, text: dict) -> None:

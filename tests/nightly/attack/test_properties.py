@@ -30,11 +30,7 @@ def many(extent, report, name: str, cases: int, *checks) -> None:
 
 def test_formats_and_packing(extent, report):
     classics = [(formats.test_classics_give_back_every_bit, name) for name in formats.CLASSICS]
-    others = (
-        formats.test_twell_word_by_word,
-        formats.test_hybrid_splits_by_the_limit,
-        formats.test_joined_words_split_again,
-    )
+    others = formats.test_twell_word_by_word, formats.test_hybrid_splits_by_the_limit
     many(extent, report, "formats and packing", 4000, *classics, *((check,) for check in others))
 
 
