@@ -1,4 +1,5 @@
-"""Every declared source beside its `.cu`: for sm_80 and sm_90a, in bfloat16. tests/nightly/test_compiling.py has all."""
+"""Every declared source beside its `.cu`, in bfloat16: for sm_80, and for sm_90a where it is for Hopper alone.
+tests/nightly/test_compiling.py has all."""
 
 import pytest
 import torch

@@ -102,7 +102,6 @@ def ordinary(rows, width, dtype=torch.bfloat16, density=0.3, seed=0):
 
 
 @pytest.mark.parametrize("name", CLASSICS)
-@settings(max_examples=40)
 @given(drawn=matrices(dtypes=tuple(BITS)))
 def test_classics_give_back_every_bit(name, drawn):
     x, bits = drawn

@@ -1,4 +1,5 @@
-"""What training minimises, measured in one pass: cross-entropy, and the L1 of what enters each down projection."""
+"""What training minimises, measured in one pass: cross-entropy, and the L1 of what enters each down projection. How the
+L1's coefficient rises over the steps, its schedule, is `l1_coefficient` of `config.py`."""
 
 from __future__ import annotations
 
