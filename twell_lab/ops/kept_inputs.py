@@ -128,7 +128,7 @@ def product(
 
 def _slab(outputs: int, tokens: int, units: int) -> tuple[str, int]:
     """Return the slab of version 3 on a GPU of so many multiprocessors, as an item of _WIDTHS: the widest of which
-    there are enough. What is read of a row at once is as long as a slab is wide, and long reads are what memory likes."""
+    there are enough. What is read of a row at once is as long as a slab is wide, and memory gives long reads faster."""
     widths = [item for item in _WIDTHS.items() if tokens == 1 or item[0] != "_wide"]
     return next((item for item in widths if -(-outputs // item[1]) >= _ENOUGH * units), widths[-1])
 
