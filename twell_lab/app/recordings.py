@@ -284,6 +284,7 @@ _SECTIONS = [
     ),
     Recording("host-time", "host and wall time of plain calls of one layer", "training:HOST"),
     Recording("decoding", "whole generations, transformers' own loops beside tl.generate", "decoding:sections", 570.0),
+    Recording("decoding-8b", "whole generations, thresholds on a SiLU model beside dense", "decoding:eight", 250.0),
     Recording("arena", "kernels of others beside this project's, one layer", "arena:sections", takes=("rivals",)),
     Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, gpu=False),
 ]
