@@ -72,7 +72,7 @@ def test_a_file_without_its_origin_is_refused(tmp_path, text, said):
 
 
 def test_the_command_takes_a_folder(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(arena, "CASES", {"one token": CASES[:1]})
+    monkeypatch.setattr(arena, "CASES", CASES[:1])
     monkeypatch.setattr(recordings, "need_gpu", lambda: None)
     assert cli.main(["record", "arena", "--rivals", str(folder), "--out", str(tmp_path / "out")]) == 0
     assert "arena: wrong" in capsys.readouterr().err

@@ -82,6 +82,12 @@ class Case(NamedTuple):
     layers: int = 8
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def label(self) -> str:
+        """Return what rows call it."""
+        what = f"{self.sparsity:.0%} of inputs cut" if self.sparsity else f"{self.nnz:g} neurons fire"
+        return f"{self.layers} layers, {self.tokens:,} x {self.d_model:,} x {self.d_ff:,}, {what}"
+
     def draw(self, device: torch.device) -> tuple[list[Layer], dict[str, list[SparseFFN]]]:
         """Return the layers, and by path what this project makes of them."""
         rates = clock.firing_rates(self.d_ff, self.nnz)
@@ -123,8 +129,6 @@ def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str
     makers |= {path: partial(lambda left, _: next(left), iter(modules)) for path, modules in ours.items()}
     makers |= {path: file.layer for path, file in rivals.items()}
     calls, graphs, facts = rows.Calls(), rows.Calls(), dict[str, dict]()
-    what = f"{case.sparsity:.0%} of inputs cut" if case.sparsity else f"{case.nnz:g} neurons fire"
-    label = f"{case.layers} layers, {case.tokens:,} x {case.d_model:,} x {case.d_ff:,}, {what}"
     for path, make in makers.items():
         try:
             runs = [make(layer) for layer in layers]
@@ -139,15 +143,15 @@ def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str
         except Exception as error:
             if path not in rivals:
                 raise
-            left_out[f"{path}, {label}"] = why = f"{type(error).__name__}: {str(error)[:300]}"
-            print(f"arena: {path}, {label}: {why}", file=sys.stderr, flush=True)
+            left_out[f"{path}, {case.label}"] = why = f"{type(error).__name__}: {str(error)[:300]}"
+            print(f"arena: {path}, {case.label}: {why}", file=sys.stderr, flush=True)
             continue
         texts = {key: getattr(rivals[path], key) for key, kind in NEEDED.items() if path in rivals and kind is str}
         calls[path], facts[path] = call, {"error": error, **texts}
     samples, bursts = rows.clocked(calls, device, seconds)
     one = lambda values: [ms / len(layers) for ms in values]  # noqa: E731
     samples = {path: one(values) for path, values in (samples | (clock.time_cuda(graphs) if graphs else {})).items()}
-    shared = rows.of_layer("arena", layers[0].x, case.d_ff, label) | {"layers": len(layers)}
+    shared = rows.of_layer("arena", layers[0].x, case.d_ff, case.label) | {"layers": len(layers)}
     shared |= {"sparsity": case.sparsity} if case.sparsity else {"nnz": case.nnz}
     return rows.table(shared, samples, facts, {path: (one(host), one(wall)) for path, (host, wall) in bursts.items()})
 
@@ -171,15 +175,14 @@ def rivals_in(folder: str | Path) -> dict[str, ModuleType]:
     return rivals
 
 
-_WIDE = ((2048, 5632, 8), (4096, 14336, 4))  # d_model, d_ff, layers
-CASES = {
-    "one token": [Case()],
-    "kept inputs": [Case(1, 29, 0.5, *sizes, torch.float16) for sizes in _WIDE],
-    "many tokens": [Case(16384, nnz, layers=2) for nnz in (29, 60, 300)],
-}
+CASES = [  # what says most comes first, should the time not do for all
+    *(Case(1, 29, 0.5, *sizes, torch.float16) for sizes in ((2048, 5632, 8), (4096, 14336, 4))),
+    Case(1, 29),
+    *(Case(16384, nnz, layers=2) for nnz in (29, 60, 300)),
+]
 
 
 def sections(left_out: dict, rivals: str | Path | None = None) -> rows.Sections:
     """Return the steps of the record. rivals: the folder of others' code."""
     found = {} if rivals is None else rivals_in(rivals)
-    return {name: [partial(case_rows, case, found, left_out) for case in cases] for name, cases in CASES.items()}
+    return {case.label: [partial(case_rows, case, found, left_out)] for case in CASES}
