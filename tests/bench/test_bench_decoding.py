@@ -37,3 +37,16 @@ def test_other_tokens_are_not_timed(both, monkeypatch):
     monkeypatch.setattr(decoding, "_walls", lambda call, rounds: rounds * [1.0])
     with pytest.raises(clock.WrongResult, match="planned, batch 8: not even the first"):
         decoding.decoding_rows(lambda: both, TINY, "wrong", 8)
+
+
+def test_thresholds_decode_beside_the_dense_model(monkeypatch):
+    sizes = ModelConfig(vocabulary=64, d_model=64, layers=2, heads=4, d_ff=128, context=64)
+    shape = decoding.Shape(sizes, 8, 8, (1,), 1, "cpu", torch.bfloat16)
+    made = [row for steps in decoding.eight(shape=shape).values() for step in steps for row in step()]
+    assert [row["path"] for row in made] == [
+        f"tl.generate, {name}" for name in ("dense", "thresholds 50%", "dense", "thresholds 65%")
+    ]
+    assert all(row["tokens_per_s"] > 0 and row["first_ms"] > 0 for row in made)
+    monkeypatch.setattr(decoding, "sparsify", lambda model, how: torch.nn.init.zeros_(model.lm_head.weight))
+    with pytest.raises(clock.WrongResult, match="50%"):
+        decoding.thresholded(shape)(0.5)

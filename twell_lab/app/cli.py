@@ -214,6 +214,7 @@ COMMANDS: dict[str, Command] = {
         option("--out", "FOLDER", "where the record goes [data/records of a checkout, else the working folder]"),
         option("--seed", "N", "for attack only: draw other cases", type=whole),
         option("--seconds", "S", "for attack, and recordings of large tables: how long at most"),
+        option("--rivals", "FOLDER", "for arena only: files NAME.py with what is timed beside; these are run"),
     ),
     "compile": Command(
         "commands:compile_kernels",

@@ -86,7 +86,7 @@ def record(options: Namespace) -> Answer:
         return Answer(names, "\n".join(names))
     if options.name not in names:
         raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
-    asked = {key: value for key in ("seed", "seconds") if (value := getattr(options, key)) is not None}
+    asked = {key: value for key in ("seed", "seconds", "rivals") if (value := getattr(options, key)) is not None}
     for key in asked.keys() - options_of(options.name):
         takers = ", ".join(name for name in names if key in options_of(name))
         raise InputError(f"{options.name} takes no --{key}; accepted: with {takers}")

@@ -47,19 +47,25 @@ class TestsFailed(TwellError, RuntimeError):
 
 class Recording(NamedTuple):
     """A record in sections, which may be cut short. sections: "module:name" in `bench` of these or of a function that
-    returns them, given a dict that takes what does not run; or such a function. name: of the record."""
+    returns them, given a dict that takes what does not run; or such a function. name: of the record. takes: what else
+    the function is given where the command has it as an option."""
 
     name: str
     purpose: str
     sections: str | Callable[[dict], Sections]
     seconds: float = 180.0  # unless told otherwise
     gpu: bool = True  # whether it needs one
+    takes: tuple[str, ...] = ()
 
 
 def options_of(name: str) -> set[str]:
     """Return the options that a recording takes."""
     recording = RECORDINGS[name]
-    return {"seconds"} if isinstance(recording, Recording) else {*inspect.signature(recording).parameters}
+    return (
+        {"seconds", *recording.takes}
+        if isinstance(recording, Recording)
+        else {*inspect.signature(recording).parameters}
+    )
 
 
 def make(name: str, keep: Keep = lambda record: None, **options: Any) -> Record:
@@ -86,7 +92,8 @@ def make(name: str, keep: Keep = lambda record: None, **options: Any) -> Record:
             print(f"{name}: what there is so far is not kept: {error}", file=sys.stderr, flush=True)
 
     found = _bench(sections) if isinstance(sections, str) else sections
-    found = found(more["refused"]) if callable(found) else found
+    own = {name: options[name] for name in recording.takes if name in options}
+    found = found(more["refused"], **own) if callable(found) else found
     rows, notes = run(found, limit, keep_rows)
     if not rows:
         raise StackError(f"{name}: nothing was measured: {notes['left_out']}")
@@ -277,6 +284,8 @@ _SECTIONS = [
     ),
     Recording("host-time", "host and wall time of plain calls of one layer", "training:HOST"),
     Recording("decoding", "whole generations, transformers' own loops beside tl.generate", "decoding:sections", 570.0),
+    Recording("decoding-8b", "whole generations, thresholds on a SiLU model beside dense", "decoding:eight", 250.0),
+    Recording("arena", "kernels of others beside this project's, one layer", "arena:sections", takes=("rivals",)),
     Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, gpu=False),
 ]
 

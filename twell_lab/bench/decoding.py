@@ -1,5 +1,6 @@
 """Time whole generations: transformers' own `generate`, with a cache that grows and with one of a fixed size, beside
-`tl.generate`; each with a dense drawn Llama of the paper's 2B shape, and with it planned."""
+`tl.generate`; each with a dense drawn Llama of the paper's 2B shape, and with it planned. And `tl.generate` alone with
+a drawn Llama of an 8B shape that has SiLU layers, with and without thresholds on the inputs of all its projections."""
 
 from __future__ import annotations
 
@@ -15,11 +16,16 @@ from ..analysis.planner import plan
 from ..analysis.profile import profile
 from ..models.generate import forget, generate
 from ..models.swap import sparsify
+from ..models.thresholds import calibrate
 from ..models.tiny import ModelConfig
 from ..ops import clock
+from ..sparsities.quantised import output_error
 from . import drawn, rows
 
 DENSE, PLANNED = "dense", "planned"
+EIGHT = ModelConfig(vocabulary=128_256, d_model=4096, layers=32, heads=32, d_ff=14_336, context=2048)
+SPARSITIES = (0.5, 0.65)  # of thresholds
+_OFF = 0.1  # of their norm: how far the scores of kernels may be from those of the same thresholds without them
 _SURE = 8  # sequences from which not all can have parted at the first token by chance
 
 
@@ -72,7 +78,8 @@ def decoding_rows(models: Callable[[], dict[str, Any]], shape: Shape, way: str, 
         if shape.device != "cpu":
             forget(model)  # or what it keeps would not count
             facts[path]["peak_bytes"] = clock.peak_bytes(generation)
-    workload = f"drawn {shape.model if isinstance(shape.model, str) else 'small'} Llama, batch {batch}"
+    size = shape.model if isinstance(shape.model, str) else "8B SiLU" if shape.model == EIGHT else "small"
+    workload = f"drawn {size} Llama, batch {batch}"
     sizes = {"batch": batch, "prompt": shape.prompt, "new": shape.new}
     shared = rows.about("decoding", next(model.parameters()), workload, **sizes)
     return rows.table(shared, samples, facts, base=f"{way}, {DENSE}")
@@ -104,3 +111,40 @@ def sections(left_out: dict | None = None, shape: Shape | None = None) -> rows.S
         return [functools.partial(decoding_rows, both, shape, way, batch) for way in ways for batch in batches]
 
     return {f"batch {first}": steps(WAYS, first)} | {way: steps([way], *others) for way in WAYS}
+
+
+# ---- thresholds ----
+
+
+@torch.no_grad()
+def thresholded(shape: Shape) -> Callable[[float], dict[str, Any]]:
+    """Draw a Llama with SiLU layers, four heads of which share keys and values, and run it over drawn tokens. Returns a
+    function that gives, for a sparsity, this model and a copy with thresholds (TEAL) on all projections' inputs, on
+    kernels; WrongResult where these compute something else than the same thresholds without them."""
+    sizes = drawn.sizes_of(shape.model)
+    how = {"hidden_act": "silu", "mlp_bias": False, "num_key_value_heads": max(1, sizes.heads // 4)}
+    dense = drawn.llama(sizes, shape.device, shape.dtype, **how)
+    tokens = torch.randint(0, sizes.vocabulary, (4, min(512, sizes.context)), device=shape.device)
+    seen = calibrate(dense, tokens.split(2), method="teal", attention=True)
+
+    @torch.no_grad()
+    def both(sparsity: float) -> dict[str, Any]:
+        model = seen.at(sparsity).apply(copy.deepcopy(dense))
+        wanted = model(tokens[:1, :1]).logits
+        sparsify(model, "kept_inputs")
+        if not (off := output_error(model(tokens[:1, :1]).logits, wanted)) <= _OFF:
+            raise clock.WrongResult(f"thresholds of {sparsity:.0%}: the scores of kernels are off by {off:.3g}")
+        return {DENSE: dense, f"thresholds {sparsity:.0%}": model}
+
+    return both
+
+
+def eight(left_out: dict | None = None, shape: Shape | None = None) -> rows.Sections:
+    """Return the steps of the record of the 8B shape: dense beside each sparsity."""
+    shape = shape or Shape(EIGHT, batches=(1,))
+    models = functools.cache(lambda: thresholded(shape))
+
+    def step(sparsity: float, batch: int) -> list[dict]:
+        return decoding_rows(lambda: models()(sparsity), shape, "tl.generate", batch)
+
+    return {f"{cut:.0%}": [functools.partial(step, cut, batch) for batch in shape.batches] for cut in SPARSITIES}

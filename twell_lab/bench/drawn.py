@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,16 +64,18 @@ def check_room(sizes: ModelConfig, dtype: torch.dtype, copies: int) -> None:
         )
 
 
-def llama(sizes: ModelConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Return a LlamaForCausalLM with ReLU and biases in its feed-forward layers and random weights. StackError where
-    transformers is missing."""
+def llama(
+    sizes: ModelConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> nn.Module:
+    """Return a LlamaForCausalLM with ReLU and biases in its feed-forward layers and random weights. changes: of its
+    LlamaConfig. StackError where transformers is missing."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
         raise StackError(
             "this benchmark times a model of transformers, which is missing: pip install transformers"
         ) from None
-    config = LlamaConfig(
+    fields = dict(
         hidden_size=sizes.d_model,
         intermediate_size=sizes.d_ff,
         num_hidden_layers=sizes.layers,
@@ -83,6 +86,7 @@ def llama(sizes: ModelConfig, device: torch.device | str, dtype: torch.dtype = t
         hidden_act="relu",
         mlp_bias=True,
     )
+    config = LlamaConfig(**fields | changes)
     torch.manual_seed(0)
     with torch.device(device):
         model = LlamaForCausalLM(config)

@@ -1,0 +1,188 @@
+"""The arena: this project's kernels beside what others published, on one card, by one judge.
+
+Others' code stays with others: `twell-lab record arena --rivals FOLDER` takes it from files FOLDER/NAME.py that you
+write. Such a file has the texts `repository` and `commit`, which its rows say, and a function `layer(given)`. That gets
+a Layer, and returns a function of x [tokens, d_model] that computes the layer's output, or None where the method is not
+for such a layer. It is called once for each layer, before any clock starts: what it makes of the weights is not timed.
+
+Every result is compared with float64 first. A rival that is wrong, raises or can't be captured as a CUDA graph is not
+timed, and the record says why. A call goes through several layers, whose weights are more than an L2 cache holds; rows
+give the time of one layer, of plain calls and in a CUDA graph. torch's dense layers cut nothing."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from ..analysis import planner
+from ..analysis.profile import profile
+from ..core import InputError
+from ..layers.choice import Choice, LayerPlan
+from ..layers.lossy import zeroed
+from ..layers.sparse_ffn import SparseFFN
+from ..models.thresholds import thresholds
+from ..ops import clock
+from . import rows
+from .forward import AUTOTUNED, rates_here
+
+NEEDED = {"repository": str, "commit": str, "layer": Callable}  # of a rival's file; rows say the texts
+OFF = 0.03  # of its norm: how far a row may be from float64; atomic sums in float16 make 0.01 of it
+
+
+class Layer(NamedTuple):
+    """One gated layer and its input. x: [tokens, d_model]; gate, up: [d_ff, d_model]; down: [d_model, d_ff], as
+    torch.nn.Linear stores them. activation: "relu" or "silu". cut: None, or the magnitudes below which the values of x,
+    and those of h = act(gate(x)) * up(x), count as zero. sparsity: the share of values below each of them."""
+
+    x: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    activation: str = "relu"
+    cut: tuple[float, float] | None = None
+    sparsity: float = 0.0
+
+    def judge(self, path: str, y: Tensor) -> float:
+        """Return how far y is from the float64 result, of its norm. WrongResult where a row is off by more than OFF."""
+        exact = dense(*(part.double() if isinstance(part, Tensor) else part for part in self[:6]))
+        if (y.shape, y.dtype) != (exact.shape, self.x.dtype):
+            raise clock.WrongResult(f"{path} gave {y.dtype} {list(y.shape)}: it was not timed")
+        off, size = (y.double() - exact).norm(dim=1), exact.norm(dim=1)
+        if not (worst := float((off / size.clamp(min=size.mean())).max())) <= OFF:
+            raise clock.WrongResult(f"{path}: a row is off by {worst:.3g} of its norm: it was not timed")
+        return float(off.norm() / size.norm())
+
+
+def dense(x, gate, up, down, activation: str, cut: tuple[float, float] | None = None) -> Tensor:
+    """Compute a Layer by torch's operations."""
+    first, second = cut or (0.0, 0.0)
+    g = linear(x := zeroed(x, first), gate)
+    return linear(zeroed((silu(g) if activation == "silu" else g.relu()) * linear(x, up), second), down)
+
+
+class Case(NamedTuple):
+    """So many drawn layers: with a ReLU, of which `nnz` neurons fire for a token, or, where `sparsity` is not 0, with a
+    SiLU and thresholds (TEAL) that cut this share of inputs and hidden values."""
+
+    tokens: int = 1
+    nnz: float = 29
+    sparsity: float = 0.0
+    d_model: int = 2048
+    d_ff: int = 5632
+    layers: int = 8
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def label(self) -> str:
+        """Return what rows call it."""
+        what = f"{self.sparsity:.0%} of inputs cut" if self.sparsity else f"{self.nnz:g} neurons fire"
+        return f"{self.layers} layers, {self.tokens:,} x {self.d_model:,} x {self.d_ff:,}, {what}"
+
+    def draw(self, device: torch.device) -> tuple[list[Layer], dict[str, list[SparseFFN]]]:
+        """Return the layers, and by path what this project makes of them."""
+        rates = clock.firing_rates(self.d_ff, self.nnz)
+        rates = torch.full_like(rates, 0.5) if self.sparsity else rates  # gates around zero
+        how = self.tokens, self.d_model, self.dtype, device
+        shrink = max(float(rates.sum()), 1.0) ** 0.5
+        drawn = [clock.drawn(rates, *how, shrink=shrink, seed=seed) for seed in range(self.layers)]
+        layers = [Layer(x, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight) for m, (x, *_) in drawn]
+        if self.sparsity:
+            plans: dict[str, Choice | LayerPlan] = {"kept_inputs": Choice("kept_inputs")}
+            for number, (module, (x, *_)) in enumerate(drawn):
+                module.act_fn = nn.SiLU()
+                chosen = thresholds(module, [x], self.sparsity, method="teal")
+                cut = torch.tensor([*chosen.layers[0].thresholds.values()], dtype=self.dtype).tolist()
+                layers[number] = layers[number]._replace(activation="silu", cut=tuple(cut), sparsity=self.sparsity)
+                chosen.apply(module)
+        else:
+            (one, (_, seen, others)), tokens = drawn[0], (self.tokens,)
+            firing, rest = profile(one, [seen]), {"batches": [others], "rates": rates_here(), "progress": False}
+            plans = {"twell": Choice("twell"), "planned": planner.plan(firing, one, tokens=tokens, **rest).layers[0]}
+        made = {name: [SparseFFN(copy.deepcopy(m).eval(), plan=plan) for m, _ in drawn] for name, plan in plans.items()}
+        return layers, {f"twell-lab: {name}": modules for name, modules in made.items()}
+
+
+@torch.no_grad()
+def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str], seconds: float = 2.0) -> list[dict]:
+    """Return the rows of a case: torch's dense layer, on a GPU also compiled in two ways, ours, and the rivals."""
+    device = clock.present_device(None)
+    layers, ours = case.draw(device)
+    whole = [layer._replace(cut=None) for layer in layers]
+    ways: dict[str, Callable] = {rows.DENSE: dense}
+    if device.type == "cuda":
+        torch._dynamo.reset()
+        ways[rows.COMPILED] = torch.compile(dense, dynamic=False)
+        ways[AUTOTUNED] = torch.compile(dense, dynamic=False, mode="max-autotune-no-cudagraphs")
+    makers: dict[str, Callable[[Layer], Callable | None]] = {
+        path: lambda layer, way=way: lambda x: way(x, *layer[1:5]) for path, way in ways.items()
+    }
+    makers |= {path: partial(lambda left, _: next(left), iter(modules)) for path, modules in ours.items()}
+    makers |= {path: file.layer for path, file in rivals.items()}
+    calls, graphs, facts = rows.Calls(), rows.Calls(), dict[str, dict]()
+    for path, make in makers.items():
+        try:
+            runs = [make(layer) for layer in layers]
+            if None in runs:
+                continue
+            given = whole if path in ways else layers
+            error = max(layer.judge(path, run(layer.x)) for layer, run in zip(given, runs))
+            call = partial(lambda runs, turn: [run(layer.x) for run, layer in zip(runs, layers)], runs)
+            if device.type == "cuda":
+                with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own on
+                    graphs[f"{path} (graph)"] = clock.graphed(call, inputs=1)
+        except Exception as error:
+            if path not in rivals:
+                raise
+            left_out[f"{path}, {case.label}"] = why = f"{type(error).__name__}: {str(error)[:300]}"
+            print(f"arena: {path}, {case.label}: {why}", file=sys.stderr, flush=True)
+            continue
+        texts = {key: getattr(rivals[path], key) for key, kind in NEEDED.items() if path in rivals and kind is str}
+        calls[path], facts[path] = call, {"error": error, **texts}
+    samples, bursts = rows.clocked(calls, device, seconds)
+    one = lambda values: [ms / len(layers) for ms in values]  # noqa: E731
+    samples = {path: one(values) for path, values in (samples | (clock.time_cuda(graphs) if graphs else {})).items()}
+    shared = rows.of_layer("arena", layers[0].x, case.d_ff, case.label) | {"layers": len(layers)}
+    shared |= {"sparsity": case.sparsity} if case.sparsity else {"nnz": case.nnz}
+    return rows.table(shared, samples, facts, {path: (one(host), one(wall)) for path, (host, wall) in bursts.items()})
+
+
+def rivals_in(folder: str | Path) -> dict[str, ModuleType]:
+    """Run the files of a folder and return them by name. InputError for one that fails, or lacks one of NEEDED."""
+    rivals = dict[str, ModuleType]()
+    for file in sorted(Path(folder).glob("*.py")):
+        spec = importlib.util.spec_from_file_location(f"twell_lab_rival_{file.stem}", file)
+        assert spec is not None and spec.loader is not None
+        module = rivals[file.stem] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise InputError(f"{str(file)!r:.200} raises {type(error).__name__}: {error}") from error
+        for name, kind in NEEDED.items():
+            if not isinstance(getattr(module, name, None), kind):
+                raise InputError(f"{str(file)!r:.200} has no {name}; accepted: a file that has {', '.join(NEEDED)}")
+    if not rivals:
+        raise InputError(f"there is no file NAME.py in {str(folder)!r:.200}; accepted: a folder with one or more")
+    return rivals
+
+
+CASES = [  # what says most comes first, should the time not do for all
+    *(Case(1, 29, 0.5, *sizes, torch.float16) for sizes in ((2048, 5632, 8), (4096, 14336, 4))),
+    Case(1, 29),
+    *(Case(16384, nnz, layers=2) for nnz in (29, 60, 300)),
+]
+
+
+def sections(left_out: dict, rivals: str | Path | None = None) -> rows.Sections:
+    """Return the steps of the record. rivals: the folder of others' code."""
+    found = {} if rivals is None else rivals_in(rivals)
+    return {case.label: [partial(case_rows, case, found, left_out)] for case in CASES}
