@@ -46,8 +46,8 @@ def test_a_family_is_captured_and_says_the_same(gpu, name):
         assert not plain and module._steps[model].graph is not None, plain
 
 
-@pytest.mark.parametrize("act, slack", (("relu", 2**-4), ("silu", 2**-1)))  # rounding moves some over a threshold
-def test_swapped_layers_are_captured_in_16_bits(gpu, act, slack):
+@pytest.mark.parametrize("act, share", (("relu", 1.0), ("silu", 0.8)))  # rounding moves some over a threshold
+def test_swapped_layers_are_captured_in_16_bits(gpu, act, share):
     """Each token is the most likely one, by the dense model, or as good as that: 16 bits round scores. With a SiLU the
     inputs of all projections have thresholds."""
     model = decoders.build("Llama", hidden_act=act, hidden_size=64, intermediate_size=512).to(gpu, torch.bfloat16)
@@ -64,7 +64,7 @@ def test_swapped_layers_are_captured_in_16_bits(gpu, act, slack):
     scores, chosen = scores[:, ids.shape[1] - 1 : -1], text[:, ids.shape[1] :, None]
     behind = scores.amax(2) - scores.gather(2, chosen)[:, :, 0]
     ended = (chosen[:, :, 0] == decoders.END).cumsum(1) > 0
-    assert (behind[~ended] <= slack * scores.std(2)[~ended]).all()
+    assert (behind <= scores.std(2) / 16)[~ended].float().mean() >= share
 
 
 def test_a_model_of_ours_draws_and_streams_alike(gpu):

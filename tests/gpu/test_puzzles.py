@@ -34,3 +34,11 @@ def test_the_answer_gives_what_is_wanted(name, answers):
         for output, want in case.wanted.items():
             used = case.used.get(output, want == want)
             assert torch.equal(got[output][used], want[used]), f"{output} with {case.said}"
+
+
+def test_an_edited_kernel_is_the_one_that_runs(answers):
+    name = next(iter(PUZZLES))
+    cases = PUZZLES[name].cases()
+    first = on_gpu.results(answers[name], name, cases)
+    emptied = on_gpu.results(answers[name][: answers[name].index("{")] + "{}", name, cases)
+    assert any(not torch.equal(a[key], b[key]) for a, b in zip(first, emptied, strict=True) for key in a)

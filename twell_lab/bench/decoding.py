@@ -14,18 +14,17 @@ from torch import Tensor
 
 from ..analysis.planner import plan
 from ..analysis.profile import profile
+from ..layers.find import feed_forwards
 from ..models.generate import forget, generate
 from ..models.swap import sparsify
 from ..models.thresholds import calibrate
 from ..models.tiny import ModelConfig
 from ..ops import clock
-from ..sparsities.quantised import output_error
-from . import drawn, rows
+from . import drawn, rows, workloads
 
 DENSE, PLANNED = "dense", "planned"
 EIGHT = ModelConfig(vocabulary=128_256, d_model=4096, layers=32, heads=32, d_ff=14_336, context=2048)
 SPARSITIES = (0.5, 0.65)  # of thresholds
-_OFF = 0.1  # of their norm: how far the scores of kernels may be from those of the same thresholds without them
 _SURE = 8  # sequences from which not all can have parted at the first token by chance
 
 
@@ -129,11 +128,11 @@ def thresholded(shape: Shape) -> Callable[[float], dict[str, Any]]:
 
     @torch.no_grad()
     def both(sparsity: float) -> dict[str, Any]:
-        model = seen.at(sparsity).apply(copy.deepcopy(dense))
-        wanted = model(tokens[:1, :1]).logits
-        sparsify(model, "kept_inputs")
-        if not (off := output_error(model(tokens[:1, :1]).logits, wanted)) <= _OFF:
-            raise clock.WrongResult(f"thresholds of {sparsity:.0%}: the scores of kernels are off by {off:.3g}")
+        cut = seen.at(sparsity).apply(copy.deepcopy(dense))
+        model, layers = sparsify(copy.deepcopy(cut), "kept_inputs"), feed_forwards(cut)
+        x = torch.randn(4, sizes.d_model, device=shape.device, dtype=shape.dtype)  # as a norm's output is
+        errors = workloads.layer_errors(layers, model, {layer.name: x for layer in layers}, 1)
+        workloads.check_cut(errors, f"thresholds {sparsity:.0%}")
         return {DENSE: dense, f"thresholds {sparsity:.0%}": model}
 
     return both

@@ -4,6 +4,7 @@ beside the library's versions. Only what the simulator found sound is launched h
 from __future__ import annotations
 
 from collections.abc import Iterable
+from hashlib import sha256
 
 import numpy as np
 import torch
@@ -51,6 +52,16 @@ def cubin(text: str, name: str, arch: str, flags: Iterable[str] = ()) -> bytes:
         nvrtc.destroyProgram(program)
 
 
+def module_of(image: bytes):
+    """Return CuPy's module of a cubin. CuPy keeps one for each path that it was given, whatever stands there later, so
+    the file is named by what it holds."""
+    import cupy
+
+    path = core.private_folder() / f"{sha256(image).hexdigest()}.cubin"
+    path.write_bytes(image)
+    return cupy.RawModule(path=str(path))
+
+
 def compiled(text: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> bytes:
     """The cubin of a source that includes twell.cuh alone, for an architecture such as "sm_75".
 
@@ -78,11 +89,9 @@ class Mine:
         image = compiled(text, compiler.architecture(torch.cuda.get_device_capability()), dtype)
         import cupy  # `compiled` has found it
 
-        path = core.private_folder() / "capstone-down.cubin"
-        path.write_bytes(image)
         self.cupy, self.threads = cupy, threads
         with cupy.cuda.Device(torch.cuda.current_device()):
-            module = cupy.RawModule(path=str(path))
+            module = module_of(image)
             self.function = module.get_function("down")
         _KEPT.append(module)
 
