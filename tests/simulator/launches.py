@@ -3,8 +3,10 @@ between them run each of its kernels."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 from tests.ops.table import Case, cases, check
-from twell_lab.ops import kernels
+from twell_lab.ops import columns, kernels
 
 SIMULATED = [name for name in kernels.sources() if name.startswith("smxx_")]
 # What is in the names of the cases that reach every barrier of a source; for others: one case of each version.
@@ -16,6 +18,7 @@ CHOSEN = {
     "smxx_lost_weights": ("train lost rows", "train many rows lost"),
     "smxx_columns": ("train step: torch.bfloat16", "train long lists"),
     "smxx_weight_gradients": ("train step: torch.bfloat16", "train long lists", "train first versions"),
+    "smxx_gated_int8": (": sparse, torch.bfloat16", "signed: some over", "x 1032"),
     "smxx_transpose": ("264 x 72",),
     "smxx_listed": ("listed_v2: bfloat16", "listed_v1: bfloat16"),
     "smxx_spmm": (": skewed",),
@@ -33,6 +36,8 @@ def of(name: str) -> list[Case]:
 
 
 def launch(name: str) -> None:
-    """Run them, and compare."""
-    for case in of(name):
-        check(case, "cpu")
+    """Run them, and compare. A chunk of rows of smxx_columns.cu is longer than the 32 rows of a turn, as it is from 8,193
+    tokens on: too many for the simulator."""
+    with mock.patch.object(columns, "_LEAST_ROWS", 80):
+        for case in of(name):
+            check(case, "cpu")

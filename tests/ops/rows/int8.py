@@ -115,7 +115,7 @@ GATED = [
         for version in VERSIONS
         for plain in (False, True)
     ),
-    *(gated("some over", torch.float16, version, 3, 75, 1032, 16, 5) for version in VERSIONS),
+    *(gated("some over", torch.bfloat16, version, 3, 75, 1032, 16, 5) for version in VERSIONS),
     *(gated("some over", torch.bfloat16, version, 3, 75, 77, 16, 5) for version in (None, 1)),
     *(gated("some over", torch.bfloat16, version, 3, 75, 264, 16, 5, signed=True) for version in VERSIONS),
     *(
