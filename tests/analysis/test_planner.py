@@ -200,8 +200,8 @@ def both(gated):
     return FeedForward("", module, module.gate_proj, module.up_proj, module.down_proj, both=True)
 
 
-def teal(module):
-    tl.thresholds(module, torch.randn(50, 8), 0.5, method="teal").apply(module)
+def cut(module, method):
+    tl.thresholds(module, torch.randn(50, 8), 0.5, method=method).apply(module)
     return feed_forwards(module)[0]
 
 
@@ -212,9 +212,10 @@ def teal(module):
         lambda: feed_forwards(PlainFeedForward(8, 20))[0],
         lambda: feed_forwards(PlainFeedForward(8, 20, "relu2"))[0],
         lambda: both(True),
-        lambda: teal(GatedFeedForward(8, 20)),
+        lambda: cut(GatedFeedForward(8, 20), "teal"),
+        lambda: cut(GatedFeedForward(8, 20), "wina"),
     ],
-    ids=["gated", "plain", "squared", "dReLU", "TEAL"],
+    ids=["gated", "plain", "squared", "dReLU", "TEAL", "WINA"],
 )
 def test_a_plain_layer_computes_as_the_one_found_with_its_weights(make):
     torch.manual_seed(0)

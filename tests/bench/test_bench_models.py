@@ -176,7 +176,7 @@ def test_a_wrong_model_is_not_timed(monkeypatch, dtype):
             tl.bench.model(model, **alone, plan="twell")
 
 
-@pytest.mark.parametrize("method", ["cats", "teal"])
+@pytest.mark.parametrize("method", ["cats", "teal", "wina"])
 @pytest.mark.parametrize("sparsity", [0.5, 0.9])
 def test_layers_with_thresholds_are_compared_one_by_one(monkeypatch, method, sparsity):
     """A right layer, in float32, keeps other values at its threshold than torch does in bfloat16."""

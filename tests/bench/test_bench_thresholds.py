@@ -45,7 +45,7 @@ def broken(model, *_, **__):
 
 def test_a_cut_says_what_it_costs_and_what_a_step_takes(trained):
     steps = losses.thresholds(shape=TINY)["thresholds"]
-    assert len(steps) == 2 and all(isinstance(layer.mlp.act_fn, nn.SiLU) for layer in trained.model.layers)
+    assert len(steps) == 4 and all(isinstance(layer.mlp.act_fn, nn.SiLU) for layer in trained.model.layers)
     for method, path in losses.PATHS.items():
         made = losses.cut_rows(trained, method, 0.9)
         paths = ["dense eager", "thresholds, dense", f"thresholds, forced {path}"]
@@ -58,6 +58,7 @@ def test_a_cut_says_what_it_costs_and_what_a_step_takes(trained):
             low, change, high = row["loss_change"]
             assert low <= change <= high and row["dense_loss"] < 0.8 * math.log(256)
             assert row["loss"] == pytest.approx(row["dense_loss"] + change, abs=2e-5)
+            assert row["spared"] == pytest.approx(0.6 if method == "cats" else 0.9, abs=0.01)
         assert all(0 <= row["layer_over_allowed"] <= 1 for row in made[2::3])
 
 

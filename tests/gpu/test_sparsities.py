@@ -391,14 +391,15 @@ def test_an_adapter_under_a_swapped_layer_is_that_of_the_dense_one(plan):
 
 @pytest.mark.parametrize("d_model, d_ff", ((2048, 5632), (264, 400)))
 @pytest.mark.parametrize("tokens", (1, 2, 3))
-def test_thresholds_stay_kernels_in_compiled_code(gpu, d_model, d_ff, tokens):
+@pytest.mark.parametrize("method", ("teal", "wina"))
+def test_thresholds_stay_kernels_in_compiled_code(gpu, d_model, d_ff, tokens, method):
     """A layer with thresholds on its inputs, and a projection of an attention behind one, eager and compiled."""
     torch.manual_seed(tokens)
     layer = GatedFeedForward(d_model, d_ff)
     layer.act_fn = torch.nn.SiLU()
     x = torch.randn(tokens, d_model, device=gpu, dtype=torch.bfloat16)
     model = torch.nn.Sequential(layer, torch.nn.Linear(d_model, 128, bias=False)).to(gpu, torch.bfloat16).eval()
-    model = tl.thresholds(model.requires_grad_(False), [x], 0.5, method="teal").apply(model)
+    model = tl.thresholds(model.requires_grad_(False), [x], 0.5, method=method).apply(model)
     wanted = model(x).float()
     sparse = tl.sparsify(copy.deepcopy(model), "kept_inputs")
     assert skip(sparse[1]) == ""

@@ -140,14 +140,18 @@ def test_two_four_takes_the_projections_that_are(kind, x, monkeypatch):
     assert [product is None for product in sparse.forms["two_four"]] == [kind != "gated", True, False]
 
 
+@pytest.mark.parametrize("method", ["teal", "wina"])
 @torch.no_grad()
-def test_thresholds_on_inputs_compute_the_same_on_a_cpu(x):
+def test_thresholds_on_inputs_compute_the_same_on_a_cpu(x, method):
     model = nn.Sequential(layer("gated", True), layer("gated", True, seed=1))
-    model = tl.thresholds(model, [x], 0.5, method="teal").apply(model)
+    model = tl.thresholds(model, [x], 0.5, method=method).apply(model)
     expected = model(x)
     sparse = tl.sparsify(copy.deepcopy(model), "kept_inputs")
     assert all(isinstance(part, SparseFFN) for part in sparse)
     torch.testing.assert_close(sparse(x), expected, rtol=1e-5, atol=1e-6)
+    if method == "wina":  # what runs on a GPU, with the operator's reference
+        y = sparse[1].by_column(sparse[0].by_column(x, sparse[0].weights()), sparse[1].weights())
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(InputError, match="thresholds on their inputs"):
         tl.sparsify(nn.Sequential(layer()), "kept_inputs")
 

@@ -47,7 +47,7 @@ def vocabulary_of(model: nn.Module) -> int:
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
-def hidden_by(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float] | None = None) -> Tensor:
+def hidden_by(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float | Tensor] | None = None) -> Tensor:
     """Compute what enters the down projection for x [rows, d_model], [rows, d_ff]; thresholds: as in
     layers.parts.hidden_of, by default those that are on the layer."""
     own = {} if layer.cut is None else layer.cut._asdict()

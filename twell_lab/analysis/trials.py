@@ -39,7 +39,7 @@ class Plain(nn.Module):
         self.up_proj, self.down_proj = _projection(found.up), _projection(found.down)
         self.act_fn = copy.copy(found.acts) if found.acts else SquaredReLU() if squared else nn.ReLU()
         for place, projections in cut_places(parts_of(self)).items() if found.cut else ():
-            ThresholdedInput(found.cut._asdict()[place]).put_on(self, place, projections)
+            copy.copy(ThresholdedInput.of(found.module)[f"lossy_{place}"]).put_on(self, place, projections)
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:

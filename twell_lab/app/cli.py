@@ -139,7 +139,7 @@ COMMANDS: dict[str, Command] = {
         *_model("how many windows to calibrate on, and how many others to measure the loss on"),
         option("--out", "OUT", "save the thresholds here, as JSON"),
         option("--sparsity", "X", "the share of values to set to zero", 0.5),
-        option("--method", "", "behind the gate, or at the projections' inputs", "cats", choices=["cats", "teal"]),
+        option("--method", "", "behind the gate, or at projections' inputs", "cats", choices=["cats", "teal", "wina"]),
         option("--greedy", None, "give each layer its own sparsity, by measured errors"),
     ),
     "predict": Command(

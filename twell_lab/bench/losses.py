@@ -256,9 +256,9 @@ def dropout_row(config: TrainConfig, kind: str) -> dict:
     return facts | {"bits_per_byte": bits, "train_loss": train_loss}
 
 
-# ---- a model with SiLU layers, cut by CATS and by TEAL ----
+# ---- a model with SiLU layers, cut by CATS, TEAL and WINA ----
 
-PATHS = {"cats": "twell", "teal": "kept_inputs"}
+PATHS = {"cats": "twell", **dict.fromkeys(("teal", "teal attention", "wina"), "kept_inputs")}
 CUT, SPARSE = "thresholds, dense", {method: f"thresholds, forced {path}" for method, path in PATHS.items()}
 
 
@@ -296,7 +296,9 @@ class Calibrated:
         self.windows = source.spread_windows(self.held_out, shape.held_out, context)[:, :-1]
         self.model = _with_silu(shape, seen)
         batches = source.spread_windows(seen, max(1, shape.held_out // 8), context)[:, :-1].split(8)
-        self.calibration = {method: calibrate(self.model, batches, method=method) for method in PATHS}
+        self.calibration = {
+            way: calibrate(self.model, batches, method=way.split()[0], attention="attention" in way) for way in PATHS
+        }
 
 
 def _with_silu(shape: Cut, text: Tensor) -> LanguageModel:
@@ -325,7 +327,7 @@ def cut_rows(trained: Calibrated, method: str, sparsity: float) -> list[dict]:
     tokens = Tokens(shape.model.vocabulary, trained.windows.device, trained.held_out.long())
     density = [layer.density["activation" if method == "cats" else "hidden"] for layer in chosen.layers]
     says = {"sparsity": sparsity, "density": [round(share, 4) for share in density], **_loss_facts(cost)}
-    says["dense_loss"] = round(cost.dense, 5)
+    says |= {"spared": round(chosen.spared, 5), "dense_loss": round(cost.dense, 5)}
     label = f"{method.upper()} {sparsity:.0%}, {{}}, SiLU trained on {trained.text.name}"
     made, layers = list[dict](), feed_forwards(cut)
     inputs = captured(cut, trained.windows.split(8), [layer.name for layer in layers], PLACES)

@@ -70,13 +70,14 @@ def computes(activation, gated: bool) -> bool:
 
 def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:
     """Return what the kernel that reads the weights of kept inputs alone computes of a layer; None where it has no
-    thresholds on its inputs, or an activation that this kernel does not have."""
+    thresholds on its inputs, or an activation that this kernel does not have. Where thresholds differ by column, the
+    kernel has none: zeros are there before."""
     if cut is None or both or is_squared(acts):
         return None
     from ..ops.kept_inputs import Kept
 
     kind = "relu" if is_relu(acts) else None if is_threshold(acts) else _curve(acts)
-    return None if kind is None else Kept(kind, *cut)
+    return None if kind is None else Kept(kind, *((0.0, 0.0) if cut.by_column else cut))
 
 
 def kernel_activation(

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from ..core import InputError
 
 
-def zeroed(values: Tensor, threshold: float) -> Tensor:
-    """Return the values with those below the threshold in magnitude exactly zero; NaN stays."""
-    return values.masked_fill(values.abs() < threshold, 0) if threshold else values
+def zeroed(values: Tensor, threshold: float | Tensor) -> Tensor:
+    """Return the values [..., n] with those below the threshold in magnitude exactly zero; NaN stays. threshold: of all
+    of them, or [n], of each place its own."""
+    own = isinstance(threshold, Tensor)
+    return values.masked_fill(values.abs() < threshold, 0) if own or threshold else values
 
 
 class Lossy(nn.Module):
@@ -54,11 +56,26 @@ class ThresholdedActivation(Lossy):
 
 class ThresholdedInput(Lossy):
     """Zeroes the small inputs of projections, before each of their forwards: TEAL (Liu et al., arXiv 2408.14690).
-    A child of their layer without parameters, so that names and states stay what they were."""
+    A child of their layer without parameters, so that names and states stay what they were.
+
+    scale: what magnitudes are multiplied by before they are compared, a number or a tensor [inputs]: WINA's norms of
+    the weight's columns (Chen et al., arXiv 2505.19427). bound: the threshold over it, for the magnitudes alone."""
+
+    bound: float | Tensor
+
+    def __init__(self, threshold: float, scale: float | Tensor = 1.0) -> None:
+        super().__init__(threshold)
+        if isinstance(scale, Tensor):
+            self.register_buffer("bound", self.threshold / scale, persistent=False)
+        else:
+            self.bound = self.threshold / scale
 
     def before(self, projection: nn.Module, args: tuple) -> tuple:
         """The forward pre-hook of the projections."""
-        return zeroed(args[0], self.threshold), *args[1:]
+        return zeroed(args[0], self.bound), *args[1:]
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ", where a value counts times its column's norm" * isinstance(self.bound, Tensor)
 
     def put_on(self, layer: nn.Module, place: str, projections: Iterable[nn.Module]) -> None:
         """Zero the inputs of these projections of a layer from now on. place: what to call these inputs."""
@@ -87,20 +104,26 @@ INPUT, HIDDEN = "input", "hidden"  # the places of a layer where inputs are zero
 
 
 class Cut(NamedTuple):
-    """The thresholds on a layer's inputs, and on its hidden values, which are those of `down`."""
+    """The thresholds on a layer's inputs, and on its hidden values, which are those of `down`: numbers, or, with WINA,
+    tensors with one for each column of the weights."""
 
-    input: float
-    hidden: float
+    input: float | Tensor
+    hidden: float | Tensor
+
+    @property
+    def by_column(self) -> bool:
+        return isinstance(self.input, Tensor)
 
     def __str__(self) -> str:
-        return f"lossy: |input| < {self.input:.4g} and |hidden| < {self.hidden:.4g} become 0"
+        least = ["its column's threshold" if isinstance(bound, Tensor) else f"{bound:.4g}" for bound in self]
+        return f"lossy: |input| < {least[0]} and |hidden| < {least[1]} become 0"
 
 
 def cut_of(layer: nn.Module) -> Cut | None:
     """Return the thresholds that ThresholdedInputs of this layer stand for; None where it has none."""
     own = ThresholdedInput.of(layer)
     at = [own.get(f"lossy_{place}") for place in (INPUT, HIDDEN)]
-    return Cut(*(0.0 if part is None else part.threshold for part in at)) if own else None
+    return Cut(*(0.0 if part is None else part.bound for part in at)) if own else None
 
 
 def lossy_parts(model: nn.Module) -> list[tuple[str, Lossy]]:

@@ -122,7 +122,7 @@ class Parts(NamedTuple):
         return list({id(m): m for m in map(owner_of, filter(None, self[1:4]))}.values())
 
 
-def hidden_of(parts, x: Tensor, both: bool = False, thresholds: Mapping[str, float] | None = None) -> Tensor:
+def hidden_of(parts, x: Tensor, both: bool = False, thresholds: Mapping[str, float | Tensor] | None = None) -> Tensor:
     """Return what enters the down projection of these parts (Parts or FeedForward), [..., d_ff], for x [..., d_model].
 
     both: whether up goes through the activation as well. thresholds: for "input", "activation" and "hidden", below

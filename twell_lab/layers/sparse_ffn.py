@@ -19,7 +19,7 @@ from .activations import kernel_activation, kernel_inputs, kind_of
 from .choice import DENSE, Choice, LayerPlan
 from .experts import Expert
 from .find import FeedForward, StandIn, examine, is_plain, layer_of, marks_of
-from .lossy import Lossy
+from .lossy import Lossy, cut_of, zeroed
 from .parts import Over, Weights, formula, owner_of, part_at, parts_of, put
 from .paths import PATHS
 from .terms import learn, of_hidden
@@ -319,9 +319,22 @@ class SparseFFN(nn.Module, StandIn):
         if not chosen[1] or x.dtype != weights.up.dtype:
             return self.dense(x)
         if chosen[1] in FOR_CUT:
-            y = functional.infer_kept(x, *weights, self.kept)
-            return self.dense(x) if y is None else y
+            from ..ops.kept_inputs import FEW
+
+            if not x.is_cuda or not 0 < tokens <= FEW:
+                return self.dense(x)
+            by_column = self.formula["cut"].by_column
+            return self.by_column(x, weights) if by_column else functional.infer_kept(x, *weights, self.kept)
         return functional.infer(x, *weights, chosen[1], chosen[2], self.tile, self.words, self.acts)
+
+    def by_column(self, x: Tensor, weights: Weights) -> Tensor:
+        """Compute a layer whose thresholds differ by column (WINA) as ops.functional.infer_kept computes others, with
+        zeros set before each operator, which then has no threshold."""
+        gate, up, down, gate_bias, up_bias, down_bias = weights
+        first = (up, None, up_bias, None) if gate is None else (gate, up, gate_bias, up_bias)
+        product, cut = torch.ops.twell_lab.kept_inputs, self.formula["cut"]
+        h = product(zeroed(x, cut.input), *first, 0.0, self.kept.kind)
+        return product(zeroed(h, cut.hidden), down, None, down_bias, None, 0.0, None)
 
     def _is_plain(self) -> bool:
         """Return `is_plain`: asked while code is traced, not before each call."""
@@ -368,7 +381,8 @@ class SparseFFN(nn.Module, StandIn):
 
     def _know_activation(self) -> None:
         """Work out what kernels compute: `acts`, of the activation, and `kept`, with thresholds on the inputs (TEAL).
-        Another type or device may round a threshold."""
+        Another type or device may round a threshold, and those by column are tensors there."""
+        self.formula["cut"] = self.formula["cut"] and cut_of(self)
         gated, like = self.gate is not None and self.gate is not self.up, self.up.weight
         self._known_for = like.dtype, like.device
         self.acts = kernel_activation(**self.formula, gated=self.gate is not None, like=like)

@@ -1,13 +1,18 @@
 """Thresholds for models that were not trained to be sparse: `thresholds`.
 
 A SiLU or GELU is hardly ever exactly zero, but often close to it. What is below a threshold in magnitude is set to
-zero, so that it can be skipped; the model then computes something else than before, which costs some loss. Two ways:
+zero, so that it can be skipped; the model then computes something else than before, which costs some loss. Three ways:
 
 - "cats" (Lee et al., arXiv 2404.08763): on the activation of a layer, |act(gate(x))|, in layers without a gate
   |act(up(x))|. What is zero there spares a row of up and a column of down; without a gate, of down.
 - "teal" (Liu et al., arXiv 2408.14690): on the inputs of the projections, which are x before gate and up, and the
   hidden values before down. What is zero there spares a column of what it enters. With `attention` on the inputs of
   the other projections of these layers' blocks, too, as published: q, k, v and o.
+- "wina" (Chen et al., arXiv 2505.19427): on the same inputs, each scored by |x_i| times the norm of column i of what it
+  enters. The paper (its equation 4) does so for each projection by itself, and so it is for q, k, v and o. gate and up
+  have one threshold, and count as one matrix, of which an input meets one column: as the paper's code does for Phi-4,
+  which stores them so. One score then spares columns of both, which kernels read together. The paper also rotates
+  weights first, so that the columns of k and gate are orthogonal, and scores the others by |x_i|; here none is rotated.
 
 A place's threshold is the quantile of the magnitudes that were seen there while the model ran over some batches
 (`calibrate`). All places get the same sparsity, or with `greedy` each its own: all begin at 0, and the one is raised by
@@ -35,13 +40,13 @@ from ..layers.activations import kind_of
 from ..layers.experts import experts_of
 from ..layers.families import accepted
 from ..layers.find import FeedForward, Only, check_model, cut_places, selected
-from ..layers.lossy import ThresholdedActivation, ThresholdedInput, lossy_parts
-from ..layers.parts import named_family, parts_of, put, uncompiled
+from ..layers.lossy import HIDDEN, INPUT, ThresholdedActivation, ThresholdedInput, lossy_parts
+from ..layers.parts import Projection, named_family, parts_of, put, uncompiled
 from ..layers.probe import check_all, title
 from ..layers.sparse_ffn import SparseFFN
 
 CONFIG = "twell_lab_thresholds"  # what the configuration of a model of transformers calls those that are on it
-SITES = {"cats": ("activation",), "teal": ("input", "hidden")}  # the places of a layer, by method
+SITES = {"cats": ("activation",), **dict.fromkeys(("teal", "wina"), (INPUT, HIDDEN))}  # places of a layer, by method
 LEVELS = tuple(number / 20 for number in range(20))  # the sparsities at which errors are measured: 0 to 0.95
 ROWS = 256  # inputs of each layer that are kept to measure errors on
 LOSSY = "lossy: a thresholded model computes something else than the model it was made of"
@@ -87,6 +92,7 @@ class LayerCalibration:
     def __init__(self, layer: FeedForward, method: str) -> None:
         self.layer, self.name, self.tokens = layer, layer.name, 0
         self.sites = {site: Histogram() for site in SITES[method]}
+        self.scales = _scales(method, layer)
         self.rows = layer.up.weight.new_empty(0, layer.up.weight.shape[1])
         self._draw = torch.Generator("cpu").manual_seed(0)
         self._keys = torch.empty(0, dtype=torch.float64, device="cpu")
@@ -102,7 +108,7 @@ class LayerCalibration:
             beside = 1 if self.layer.gate is None else F.linear(x, up.weight, up.bias)
             values["hidden"] = values["activation"] * beside
         for site, histogram in self.sites.items():
-            histogram.add(values[site], f"{self.name}, {site}")
+            histogram.add(values[site] * self.scales[site], f"{self.name}, {site}")
         self.tokens += len(x)
         fresh = torch.rand(len(x), generator=self._draw, dtype=torch.float64, device="cpu")
         keys, inputs = torch.cat([self._keys, fresh]), torch.cat([self.rows.to(x), x])
@@ -116,8 +122,8 @@ class LayerCalibration:
     @torch.no_grad()
     def output(self, thresholds: dict[str, float]) -> Tensor:
         """Compute what the layer gives for `rows` with these thresholds, float64 [n, d_model]."""
-        down = self.layer.down
-        return F.linear(hidden_by(self.layer, self.rows, thresholds), down.weight, down.bias).double()
+        down, bounds = self.layer.down, {site: value / self.scales[site] for site, value in thresholds.items()}
+        return F.linear(hidden_by(self.layer, self.rows, bounds), down.weight, down.bias).double()
 
     @cached_property
     def exact(self) -> Tensor:
@@ -197,8 +203,8 @@ def calibrate(
     Arguments and errors are those of `thresholds`; the model is left as it was."""
     if method not in tuple(SITES):
         raise InputError(f"method is {method!r:.80}; accepted: {', '.join(map(repr, SITES))}")
-    if not isinstance(attention, bool) or attention and method != "teal":
-        raise InputError(f"attention is {attention!r:.80}; accepted: False, and True with method 'teal'")
+    if not isinstance(attention, bool) or attention and method == "cats":
+        raise InputError(f"attention is {attention!r:.80}; accepted: False, and True with method 'teal' or 'wina'")
     if not (chosen := _layers(model, only)):
         raise InputError(
             f"no feed-forward layer in {type(model).__name__}{'' if only is None else ' that `only` takes'}; routed "
@@ -211,15 +217,31 @@ def calibrate(
     seen = {name: (linear, Histogram()) for name, linear in (_projections(model, chosen) if attention else {}).items()}
     watched: list[tuple[FeedForward, Callable]] = [(layer.layer, layer.add) for layer in layers]
     for name, (linear, histogram) in seen.items():
+        scale = _scale(method, linear)
 
-        def count(x: Tensor, gate: Gate, rows: Rows, name: str = name, histogram: Histogram = histogram) -> None:
-            histogram.add(rows.kept(x), name)
+        def count(x: Tensor, gate: Gate, rows: Rows, name=name, histogram=histogram, scale=scale) -> None:
+            histogram.add(rows.kept(x) * scale, name)
 
         watched.append((FeedForward(name, linear, None, linear, linear, None), count))
     run(model, watched, batches)
     if idle := [layer.name for layer in layers if not layer.tokens]:
         raise InputError(f"{idle[0]!r} saw no token of the batches; accepted: one or more, or an `only` without it")
     return Calibration(method, layers, {name: one for name, one in seen.items() if one[1].counts.any()})
+
+
+@torch.no_grad()
+def _scale(method: str, *projections: Projection | None) -> float | Tensor:
+    """Return what the inputs of these projections are multiplied by before they are compared: with "wina" the norms of
+    the columns of their weights, stacked, float32 [inputs], and 1 with other methods."""
+    if method != "wina":
+        return 1.0
+    norms = [torch.linalg.vector_norm(one.weight, dim=0, dtype=torch.float32) for one in projections if one is not None]
+    return torch.stack(norms).norm(dim=0)
+
+
+def _scales(method: str, layer: FeedForward) -> dict[str, float | Tensor]:
+    """Return `_scale` of each place of a layer."""
+    return {"activation": 1.0, INPUT: _scale(method, layer.gate, layer.up), HIDDEN: _scale(method, layer.down)}
 
 
 def _projections(model: nn.Module, layers: list[FeedForward]) -> dict[str, nn.Linear]:
@@ -252,9 +274,9 @@ def thresholds(
         model: of transformers (of a family that `feed_forwards` knows) or of this project, with any activation.
         batches: what the model takes, as `twell_lab.profile` takes them.
         sparsity: the share of the values that should become zero, from 0 up to, but not, 1; with `greedy` up to 0.95.
-        method: "cats" or "teal", as this module's first lines describe them.
+        method: "cats", "teal" or "wina", as this module's first lines describe them.
         greedy: give each layer its own sparsity by measured errors, not all the same.
-        attention: cut the inputs of attention's projections, too, each by the same share; with "teal" alone.
+        attention: cut the inputs of attention's projections, too, each by the same share; not with "cats".
         only: the layers for which only(name, module) is true; the others, and routed experts, keep all their values.
 
     InputError for a model without such a layer, or with thresholds on it; for layers that compute something else than
@@ -370,10 +392,10 @@ class Thresholds(Saved):
     def apply(self, model: nn.Module) -> nn.Module:
         """Have the layers of the model set to zero what is below the thresholds, in place; returns the model.
 
-        With "cats" each activation becomes a ThresholdedActivation; with "teal" the projections get a ThresholdedInput.
-        Others that are on the model are taken off before. `sparsify` takes a model with either on it. The configuration
-        of a model of transformers holds them from then on (CONFIG), so that `save_pretrained` writes them and
-        `twell_lab.load`, not transformers, puts them on.
+        With "cats" each activation becomes a ThresholdedActivation; otherwise the projections get a ThresholdedInput,
+        for "wina" by the norms that their weights have now. Others that are on the model are taken off before.
+        `sparsify` takes a model with either on it. The configuration of a model of transformers holds them from then on
+        (CONFIG), so that `save_pretrained` writes them and `twell_lab.load`, not transformers, puts them on.
 
         InputError, with nothing changed, for a model whose layers have other names, shapes or activations than those
         that were calibrated, and for one that `sparsify` swapped."""
@@ -384,11 +406,14 @@ class Thresholds(Saved):
             if self.method == "cats":
                 activation = ThresholdedActivation(place.acts, layer.thresholds["activation"])
                 put(module, parts.family.activation, activation.train(module.training))
-            for site, projections in cut_places(parts).items() if self.method == "teal" else ():
-                ThresholdedInput(layer.thresholds[site]).train(module.training).put_on(module, site, projections)
+            scales = _scales(self.method, place)
+            for site, projections in cut_places(parts).items() if self.method != "cats" else ():
+                part = ThresholdedInput(layer.thresholds[site], scales[site])
+                part.train(module.training).put_on(module, site, projections)
         for one in self.projections:
             linear = uncompiled(model).get_submodule(one.name)
-            ThresholdedInput(one.threshold).train(linear.training).put_on(linear, "input", [linear])
+            part = ThresholdedInput(one.threshold, _scale(self.method, linear))
+            part.train(linear.training).put_on(linear, INPUT, [linear])
         if (config := _config(model)) is not None:
             setattr(config, CONFIG, asdict(self))
         return model

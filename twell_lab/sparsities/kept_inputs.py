@@ -6,11 +6,13 @@
 TEAL (Liu et al., arXiv 2408.14690; models.thresholds puts it on a model) zeroes the small inputs of gate and up, and of
 down. An input meets a column of the weight, so all three weights are stored by their columns. From more than
 ops.kept_inputs.FEW tokens on, on a CPU and where gradients are needed the layer is dense, with the same zeros: what is
-lossy is the layer, not the path. In compiled code it is two operators."""
+lossy is the layer, not the path. WINA's thresholds differ by column, which the kernel does not know: torch's operations
+zero what enters it, and it skips zeros. In compiled code it is two operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -49,6 +51,8 @@ class KeptInputs(Path):
         turned = tuple(b if b is None else b.t() for b in buffers[:3])
         if not kept_inputs.takes(call.capability, rows, *turned):
             return None
+        if layer.formula["cut"].by_column:
+            return partial(layer.by_column, weights=weights)
         given = (rows, *turned, *buffers[3:], layer.kept)
         call.returns(kept_inputs.layer(call, *given))
         return call.bind(*weights)

@@ -22,7 +22,8 @@ from twell_lab.models.thresholds import CONFIG, LOSSY, ROWS, Histogram, LayerThr
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops.reference import GatedFeedForward
 
-BOTH = pytest.mark.parametrize("method", ["cats", "teal"])
+BOTH = pytest.mark.parametrize("method", ["cats", "teal", "wina"])
+INPUTS = pytest.mark.parametrize("method", ["teal", "wina"])
 EACH = pytest.mark.parametrize("name", MODELS)
 
 
@@ -56,6 +57,13 @@ def seen(model, batches) -> list[dict]:
         for batch in batches:
             model(batch)
     return [{key: torch.cat(values) for key, values in each.items()} for each in found]
+
+
+def norms(layer, site) -> torch.Tensor:
+    """Of the columns of the weights that a value of this place of a layer meets."""
+    names = {"input": ("gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1"), "hidden": ("down_proj", "c_proj", "fc2")}
+    parts = [getattr(layer, name) for name in names[site] if hasattr(layer, name)]
+    return torch.cat([part.weight if isinstance(part, nn.Linear) else part.weight.t() for part in parts]).norm(dim=0)
 
 
 # ---- the histogram
@@ -97,7 +105,8 @@ def test_densities_are_those_that_the_model_shows(name, method):
     assert [lossy_parts(model), found.tokens, found.sparsity] == [[], 13 * 16, 0.6]
     for layer, values in zip(found.layers, seen(model, batches), strict=True):
         for site, threshold in layer.thresholds.items():
-            kept = (values[site].abs() >= threshold) & (values[site] != 0)
+            scale = norms(model.get_submodule(layer.name), site) if method == "wina" else 1
+            kept = (values[site].abs() * scale >= threshold) & (values[site] != 0)
             assert layer.density[site] == pytest.approx(kept.double().mean().item(), abs=0.02)
             assert layer.density[site] < 0.41 and (threshold > 0 or "ReLU" in name)
         assert 0 <= layer.error < 1 and (layer.error > 0 or "ReLU" in name)
@@ -120,6 +129,9 @@ def test_applied_it_zeroes_exactly_what_is_below_and_comes_off_bit_for_bit(name,
                 silent = values[site] == 0
                 assert silent.double().mean() > 0.5 and (values[site][~silent].abs() >= threshold).all()
                 assert (values["hidden"][silent] == 0).all()
+            else:
+                scale, zero = norms(model.get_submodule(layer.name), site) if method == "wina" else 1, values[site] == 0
+                assert zero.double().mean() > 0.5 and (zero | (values[site].abs() * scale >= 0.9999 * threshold)).all()
     found.apply(model)  # once more: it takes the first off
     assert torch.equal(answer(model), after)
     assert found.remove(model) is model and torch.equal(answer(model), before) and not lossy_parts(model)
@@ -152,7 +164,7 @@ def test_the_rows_that_errors_are_measured_on_come_from_all_batches():
     assert len(kept & early) > 20 < len(kept & late)
 
 
-@pytest.mark.parametrize("method", ["cats", "teal"])
+@pytest.mark.parametrize("method", ["cats", "teal", "wina"])
 def test_what_is_put_on_and_what_comes_back_is_in_the_mode_of_the_layer(method):
     """A model in evaluation mode is taken by verbs that refuse one in training mode, such as bench.model."""
     model = llama()
@@ -298,10 +310,11 @@ def test_the_layers_are_known_to_profile_sparsify_and_report_and_say_that_they_a
     assert torch.equal(answer(model), answer(llama()))
 
 
+@INPUTS
 @pytest.mark.parametrize("name", ["Llama", "Phi-3", "ours, plain GELU", "ours, squared ReLU"])
-def test_profile_counts_the_hidden_values_that_thresholds_keep(name):
+def test_profile_counts_the_hidden_values_that_thresholds_keep(name, method):
     model = MODELS[name]()
-    tl.thresholds(model, tokens(), 0.6, method="teal").apply(model)
+    tl.thresholds(model, tokens(), 0.6, method=method).apply(model)
     kept = [each["hidden"] != 0 for each in seen(copy.deepcopy(model), [tokens()])]
     for _ in range(2):
         for layer, wanted in zip(tl.profile(model, tokens()).layers, kept, strict=True):
@@ -314,9 +327,10 @@ def test_a_thresholded_activation_is_not_replaced_by_a_relu():
         tl.relufy(thresholded())
 
 
-def test_inputs_with_thresholds_are_not_swapped_without_a_word():
+@INPUTS
+def test_inputs_with_thresholds_are_not_swapped_without_a_word(method):
     for model in (llama(hidden_act="relu"), llama()):
-        found = tl.thresholds(model, tokens(), 0.5, method="teal")
+        found = tl.thresholds(model, tokens(), 0.5, method=method)
         after = answer(found.apply(model))
         assert all("lossy: |input| <" in row["why"] for row in tl.report(model).rows)
         tl.sparsify(model, "dense")
@@ -337,7 +351,7 @@ def test_a_thresholded_model_compiles_as_one_graph(method):
 
 def test_a_copy_of_a_thresholded_model_is_its_own(tmp_path):
     model = llama()
-    for method in ("cats", "teal"):
+    for method in ("cats", "teal", "wina"):
         found = tl.thresholds(model, tokens(), 0.6, method=method)
         found.apply(model)
         torch.save(model, tmp_path / "model.pt")
@@ -408,7 +422,7 @@ def test_a_file_that_holds_no_thresholds_is_not_written(save, tmp_path):
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"method": "dice"}, "'method' is none of cats, teal"),
+        ({"method": "dice"}, "'method' is none of cats, teal, wina"),
         ({"layers": []}, "'layers' is empty"),
         ({"layers": [{}]}, "'layers' 0 lacks 'activation'"),
         ({"method": "teal"}, "'thresholds' and 'density' of"),
@@ -510,7 +524,7 @@ def test_models_that_cannot_be_calibrated(make, said):
         ({"sparsity": math.nan}, "sparsity is nan"),
         ({"greedy": True, "sparsity": 0.96}, "sparsity is 0.96; .* from 0 up to 0.95"),
         ({"greedy": 1}, "greedy is 1; True or False is accepted"),
-        ({"method": "dice"}, "method is 'dice'; accepted: 'cats', 'teal'"),
+        ({"method": "dice"}, "method is 'dice'; accepted: 'cats', 'teal', 'wina'"),
         ({"batches": []}, "batches is empty"),
         ({"batches": [tokens(0)]}, "'layers.0.mlp' saw no token"),
         ({"only": 1}, "only is 1"),
@@ -550,11 +564,12 @@ def test_a_model_that_is_sparse_by_itself_is_not_called_lossy():
     assert LOSSY in str(tl.Thresholds("cats", 0.5, False, 100, [cut]))
 
 
-def test_attention_is_cut_saved_swapped_and_taken_back(tmp_path):
+@INPUTS
+def test_attention_is_cut_saved_swapped_and_taken_back(method, tmp_path):
     """The inputs of q, k, v and o, as published: the model is what hooks on its projections make of it."""
     model, batch = llama(), tokens()
     before = answer(model)
-    found = tl.thresholds(model, [batch], 0.5, method="teal", attention=True)
+    found = tl.thresholds(model, [batch], 0.5, method=method, attention=True)
     names = [one.name for one in found.projections]
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert all(abs(one.density - 0.5) < 0.05 for one in found.projections) and 0.45 < found.spared < 0.55
