@@ -49,7 +49,7 @@ def on_config(config):
     config["nav"] = [
         {"Start": "README.md"},
         {"Course": ["notebooks/README.md", *({_title(name): name} for name in _notebooks())]},
-        {"Library": ["library.md", "reference.md", "measured.md", "calls.md", "status.md"]},
+        {"Library": ["library.md", "serve.md", "reference.md", "measured.md", "calls.md", "status.md"]},
         {"Kernels": ["kernels/README.md", *kernels]},
         {"Changing it": ["architecture.md", *BESIDE]},
     ]

@@ -1,4 +1,4 @@
-"""Draws the README's picture from the newest record of inference: data/pictures/speedup.png.
+"""Draws the README's picture from the newest records: data/pictures/speedup.png.
 
     python docs/picture.py
 
@@ -9,6 +9,7 @@ a test holds it against the records.
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -17,38 +18,30 @@ from twell_lab import records
 from twell_lab.app import tables
 
 PICTURE = Path(__file__).resolve().parents[1] / "data" / "pictures" / "speedup.png"
-WIDTH, HEIGHT = 840, 460  # as wide as a page's text, so that words in it are as large as those beside it
+WIDTH, HEIGHT, FONT = 640, 900, 17  # so that words can be read where a telephone shows it 400 points wide
 KEY = b"drawn"
 HEAD = 8 + 25  # bytes of a PNG before which no text may stand: its signature and its first chunk
 
 
 def points(recorded: list[records.Record]) -> dict:
-    """What is drawn: how many times as fast as torch's layer plain calls are, by tokens at once with 29 of 5,632
-    neurons firing, and by how many fire with 16,384 tokens; {where: device and day, tokens, firing: curves by name}."""
-    record, by_tokens = tables.calls_of_a_layer(
-        recorded, "inference", lambda row: tables.is_drawn(row) and 25 < row["nnz"] < 33
-    )
-    _, by_firing = tables.calls_of_a_layer(
-        [record], "inference", lambda row: tables.is_drawn(row) and row["tokens"] == 16384
+    """What is drawn: how many times as fast as torch's own a layer and a whole model are, by what is done; and plain
+    calls of a layer with 16,384 tokens, by how many neurons fire. {where: device and days, done, firing: by name}."""
+    where, done = tables.beside_layer(recorded)
+    _, rows = tables.calls_of_a_layer(
+        recorded, "inference", lambda row: tables.is_drawn(row) and row["tokens"] == tables.MANY
     )
 
-    def curve(rows: list[dict], path: str, along: str) -> list[list[float]]:
-        found = [
-            row for row in rows if row["path"].startswith(path) and "compiled" not in row["path"].removeprefix(path)
-        ]
-        times = [[round(row[along]), round(row["dense_wall_ms"] / row["wall_ms"], 2)] for row in found]
-        return sorted(times)
+    def curve(path: str) -> list[list[float]]:
+        found = [row for row in rows if re.fullmatch(rf"{path}( \d+)?", row["path"])]
+        return sorted([round(row["nnz"]), round(row["dense_wall_ms"] / row["wall_ms"], 2)] for row in found)
 
     return {
-        "where": f"{by_tokens[0]['device']}, {record.date[:10]}",
-        "tokens": {
-            "the fastest, picked by measuring": curve(by_tokens, "planned", "tokens"),
-            "all neurons, torch.compile": curve(by_tokens, "dense compiled", "tokens"),
-        },
+        "where": where,
+        "done": {name: [round(times, 2) for times in both] for name, both in done.items()},
         "firing": {
-            "only the neurons that fire": curve(by_firing, "forced twell", "nnz"),
-            "busy neurons for all tokens, others where they fire": curve(by_firing, "forced hot_cold", "nnz"),
-            "all neurons, torch.compile": curve(by_firing, "dense compiled", "nnz"),
+            "only those that fire (TwELL)": curve("forced twell"),
+            "busy ones for all tokens (hot/cold)": curve("forced hot_cold"),
+            "all of them, by torch.compile": curve("dense compiled"),
         },
     }
 
@@ -59,35 +52,35 @@ def draw(drawn: dict) -> bytes:
 
     from twell_lab import plots
 
-    colours = dict(
-        zip(
-            dict.fromkeys((*drawn["firing"], *drawn["tokens"])),
-            (plots.BLUE, plots.GREEN, plots.RED, plots.PURPLE),
-        )
-    )
-    titles = ("29 of 5,632 neurons firing", "16,384 tokens at once")
-    panels = make_subplots(
-        cols=2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.05, column_widths=[0.58, 0.42]
-    )
-    figure = plots.styled(panels, f"One layer, recorded on {drawn['where']}", HEIGHT)
-    for column, of in enumerate(("tokens", "firing"), 1):
-        for name, curve in drawn[of].items():
-            x, y = [f"{at:,}" for at, _ in curve], [times for _, times in curve]
-            figure.add_scatter(
-                x=x, y=y, name=name, col=column, row=1, mode="lines+markers", legendgroup=name,
-                line={"color": colours[name], "dash": "dot"}, marker={"size": 9},
-                showlegend=column == 1 or name not in drawn["tokens"],
-            )  # fmt: skip
-    figure.add_hline(1, line={"color": plots.INK, "width": 2})
-    figure.add_annotation(
-        x=0, y=0.9, text="torch's own layer", xref="x2 domain", yref="y2", showarrow=False, xanchor="left"
-    )
-    figure.update_xaxes(type="category", tickangle=0)
-    figure.update_xaxes(title="tokens at once", col=1)
-    figure.update_xaxes(title="neurons firing for a token, mean", col=2)
-    figure.update_yaxes(rangemode="tozero")
-    figure.update_yaxes(title="times as fast, plain calls", col=1)
-    figure.update_layout(legend={"y": -0.22, "yanchor": "top", "entrywidth": 330}, margin={"t": 80, "b": 120})
+    figure = plots.styled(make_subplots(rows=2, row_heights=[0.66, 0.34], vertical_spacing=0.21), "", HEIGHT)
+    names = [name.replace("`", "") for name in drawn["done"]]
+    bars = {"y": names, "orientation": "h", "textposition": "outside", "cliponaxis": False, "constraintext": "none"}
+    figure.add_bar(
+        x=[0] * len(names), text=names, showlegend=False, **bars
+    )  # a bar's place, for the name above the others
+    for what, (label, colour) in enumerate((("one layer", plots.SKY), ("a whole model", plots.BLUE))):
+        x = [both[what] for both in drawn["done"].values()]
+        figure.add_bar(x=x, text=[f"{times:.2f}" for times in x], name=label, marker={"color": colour}, **bars)
+    for (name, curve), colour in zip(drawn["firing"].items(), (plots.PURPLE, plots.GREEN, plots.RED)):
+        x, y = [f"{at:,}" for at, _ in curve], [times for _, times in curve]
+        figure.add_scatter(
+            x=x, y=y, name=name, row=2, col=1, mode="lines+markers", legend="legend2",
+            line={"color": colour, "dash": "dot"}, marker={"size": 10},
+        )  # fmt: skip
+    figure.add_vline(1, line={"color": plots.GREY, "width": 2}, layer="below", row=1, col=1)
+    figure.add_hline(1, line={"color": plots.INK, "width": 2}, row=2, col=1)
+    figure.update_xaxes(range=[0, 3.2], dtick=1, row=1, col=1)
+    figure.update_yaxes(autorange="reversed", showticklabels=False, row=1, col=1)
+    figure.update_xaxes(type="category", tickangle=0, row=2, col=1)
+    figure.update_xaxes(title="neurons firing for a token, of 5,632", row=2, col=1)
+    figure.update_yaxes(rangemode="tozero", dtick=1, row=2, col=1)
+    figure.update_layout(
+        font={"size": FONT}, bargap=0.15, margin={"t": 120, "b": 70, "l": 40, "r": 20},
+        legend={"y": figure.layout.yaxis.domain[1], "font": {"size": FONT}, "traceorder": "normal"},
+        legend2={"y": figure.layout.yaxis2.domain[1], "font": {"size": FONT}, "yanchor": "bottom", "x": 0,
+                 "title": {"text": "One layer reads 16,384 tokens. It computes"}},
+        title={"font": {"size": 20}, "y": 0.97, "text": f"Times as fast as torch's own<br><sub>{drawn['where']}</sub>"},
+    )  # fmt: skip
     return with_text(figure.to_image("png", width=WIDTH, height=HEIGHT, scale=2), json.dumps(drawn))
 
 

@@ -41,7 +41,9 @@ def test_an_entry_can_be_had_as_usual_and_with_the_macros_of_each_of_its_builds(
 @pytest.mark.parametrize(
     "name, macros, message",
     [
-        ("pack_v9", {}, "no kernel is called 'pack_v9'; there are .*columns_count_v2, .*pack_v1, pack_v2, "),
+        ("pack", {}, "no kernel is called 'pack'; accepted: pack_v1, pack_v2, pack_v3, pack_v4; "),
+        ("pakc_v2", {}, "no kernel is called 'pakc_v2'; accepted: pack_v2, [^;]*pack_v4"),
+        ("", {}, "no kernel is called ''; accepted: one that is; docs/kernels/README.md lists all"),
         ("gate_pack_v1", {}, "gate_pack_v1 is in several sources; sm80_gate_pack.gate_pack_v1 or "),
         ("pack_v1", {"VALUE_FP61": True}, "smxx_pack.cu and its headers know no macro 'VALUE_FP61'"),
         *((name, {}, f"name is a {type(name).__name__}") for name in (3, None, b"pack_v1")),
@@ -50,6 +52,16 @@ def test_an_entry_can_be_had_as_usual_and_with_the_macros_of_each_of_its_builds(
 def test_names_that_cannot_be_had(name, macros, message):
     with pytest.raises(InputError, match=message):
         tl.kernel(name, **macros)
+
+
+@pytest.mark.parametrize("name", sorted(kernels.sources()))
+def test_the_description_of_every_kernel_says_its_arguments_and_how_it_is_launched(name):
+    source = kernels.sources()[name]
+    for entry in source.entries:
+        first, *others = kernels.describe(f"{name}.{entry}").splitlines()
+        kinds = first.rpartition(": ")[2].split(", ")
+        assert len(kinds) == len(source.entries[entry].parameters) and source.file in first
+        assert others[0].startswith("//") and any("launch(" in line for line in others)
 
 
 def test_without_cupy(monkeypatch):

@@ -1,5 +1,8 @@
 """tl.kernel on a GPU: CuPy launches what the library launches, and gets the same bits."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -38,6 +41,17 @@ def test_pack_by_hand_gives_the_bits_of_the_library(cupy, dtype, macro):
     cupy.cuda.Device().synchronize()
     used = torch.arange(32, device="cuda") <= expected[..., :1]
     assert torch.equal(packed[used], expected[used]) and (packed[~used] == -1).all()
+
+
+def test_the_lines_of_the_librarys_page_run(cupy):
+    page = (Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n(import cupy\n.*?)```", page, re.S)
+    names = {"tl": tl}
+    exec(compile(lines, "library.md", "exec"), names)
+    cupy.cuda.Device().synchronize()
+    words, out = (torch.from_dlpack(names[name]) for name in ("words", "out"))
+    used = torch.arange(32, device="cuda") <= words[..., :1]
+    assert words.shape == (64, 22, 32) and torch.equal(out[used], words[used])
 
 
 def test_transpose_by_hand(cupy):

@@ -5,8 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 import twell_lab as tl
+from tests.models.speaking import decoders
+from twell_lab.analysis import trials
 from twell_lab.app import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,25 +17,34 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 LIBRARY = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 
 
-def test_the_short_example_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    short = re.sub(r"steps=\d+", "steps=3, eval_windows=8", example)
-    names = {}
-    exec(compile(short, "README.md", "exec"), names)
-    kinds = {type(module).__name__ for module in names["model"].modules()}
-    assert short.count("steps=3") == 1 and "SparseFFN" not in kinds
+BLOCKS = re.findall(r"^## ([^\n]+)\n\n```python\n(.*?)```", LIBRARY, re.S | re.M)
+SHORT = {
+    r"steps=\d+": "steps=3, eval_windows=8",
+    "max_new_tokens=[0-9]+": "max_new_tokens=5",
+    "d_model=2048, d_ff=5632": "d_model=64, d_ff=256",
+    r"tokens=\[512\]": "tokens=[8], seconds=0.05",
+    'TrainingArguments\\("build/relu"': r"\g<0>, max_steps=2, use_cpu=True, report_to=[]",
+}
+TWELL = tl.Choice("twell")
+NUMBER = re.compile(r"\d[\d,.]*")
 
 
-def test_the_long_example_runs():
-    example, *_ = re.findall(r"```python\n(.*?)```", LIBRARY, re.S)
-    # The same calls, made short: fewer steps and held-out windows, a smaller layer to time.
-    shortened = re.sub(r"steps=\d+", "steps=3, eval_windows=8", example).replace(
-        "d_model=2048, d_ff=5632", "d_model=64, d_ff=256"
+def test_the_readme_says_what_its_example_prints(capsys, monkeypatch):
+    """Word by word, and number by number within a hundredth; but for times, for which those of the README are taken."""
+    ((example, shown),) = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", README, re.S)
+    (ours, dense), *_ = re.findall(r"twell +([\d,]+) +([\d,]+) ", shown)
+    times = [1e-3 * float(number.replace(",", "")) for number in (dense, ours)]
+    monkeypatch.setattr(
+        trials.clock, "time_calls", lambda calls, *_, **__: {way: [times[way == (TWELL, False)]] for way in calls}
     )
-    assert shortened.count("steps=3") == 1 and "d_ff=256" in shortened
-    names = {}
-    exec(compile(shortened, "README.md", "exec"), names)
-    assert names["packed"].shape == (64, 5632) and names["run"].rows
+    monkeypatch.chdir(ROOT)
+    exec(compile(example, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert [line.split() for line in NUMBER.sub("#", printed).splitlines()] == [
+        line.split() for line in NUMBER.sub("#", shown).splitlines()
+    ]
+    numbers = ([float(number.rstrip(".,").replace(",", "")) for number in NUMBER.findall(t)] for t in (printed, shown))
+    assert next(numbers) == pytest.approx(next(numbers), rel=0.01)
 
 
 @pytest.fixture
@@ -48,18 +60,25 @@ def own_model(tmp_path, monkeypatch):
     transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "build" / "my-model")
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=spelled)
     made.save_pretrained(tmp_path / "build" / "my-model")
+    decoders.build("Llama", vocab_size=256, max_position_embeddings=512).save_pretrained(tmp_path / "build" / "silu")
+    made.save_pretrained(tmp_path / "build" / "silu")
     (tmp_path / "my-text.txt").write_text("a text of some thousand letters, line after line\n" * 300)
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_example_of_a_model_of_ones_own_runs(own_model, capsys):
-    _, example, decoding, *_ = re.findall(r"```python\n(.*?)```", LIBRARY, re.S)
-    names = {"TextStreamer": pytest.importorskip("transformers").TextStreamer}
-    exec(compile(example, "library.md", "exec"), names)
-    assert "model.decoder.layers.0" in capsys.readouterr().out
-    exec(compile(decoding.replace("max_new_tokens=100", "max_new_tokens=5"), "library.md", "exec"), names)
-    assert names["said"].shape[1] == names["ids"].shape[1] + 5
-    assert {row["state"] for row in tl.report(names["model"]).rows} == {"planned"}
+@pytest.mark.parametrize(("task", "block"), BLOCKS, ids=[task for task, _ in BLOCKS])
+def test_the_lines_of_a_task_run(own_model, task, block):
+    """After those that load a model."""
+    if "cupy" in block and not torch.cuda.is_available():
+        pytest.skip("CuPy needs a GPU")
+    if "lm_eval" in block:
+        pytest.skip("it downloads a task; tests/nightly/test_lm_eval.py has one of its own")
+    names = {}
+    for lines in dict.fromkeys((BLOCKS[0][1], block)):
+        for long, short in SHORT.items():
+            lines = re.sub(long, short, lines)
+        exec(compile(lines, f"library.md, {task}", "exec"), names)
+    assert isinstance(names["model"], torch.nn.Module) and len(names["batches"]) > 1
 
 
 def test_the_commands_for_a_model_of_ones_own_run(own_model, capsys):

@@ -16,7 +16,6 @@ from ..records import Record, stale, told
 
 MANY = 16384  # tokens at once in tables that are about one number of them
 LITTLE = 16  # MiB: a table of a whole model shows no peak below that
-RIVALS = {DENSE: "eager", COMPILED: "compiled", "dense max-autotune": "max-autotune"}  # of torch's dense layer
 Cells = Iterator[tuple[str, str, str]]  # of a line, a column, and what stands there
 Which = Callable[[dict], object]  # which rows
 _HEAVY, _STEP, _PART, _GRAPH = "heavy rows: ", "whole step, ", "part: ", " (graph)"  # how works and paths begin or end
@@ -170,15 +169,6 @@ _WALLS = (
 calls = _CALL("milliseconds a call, {where}", _lines(_tokens, _WALLS))
 
 
-def headline(recorded: list[Record]) -> str:
-    """Return how many times as fast as the fastest of torch's dense layers plain calls are."""
-    _, rows = calls_of_a_layer(recorded, "inference", _fires_29)
-    rivals = [path for path in RIVALS if any(row["path"] == path for row in rows)]
-    named = ", ".join(RIVALS[path] for path in rivals)
-    line = _lines(_tokens, [("a plain call", "planned", _over(*rivals))])
-    return _CALL(f"times as fast as torch's dense layer, the fastest of {named}; {{where}}", line)(recorded)
-
-
 _HOT = "forced hot_cold"
 _LAYER = (
     ("TwELL", "forced twell", _times),
@@ -306,11 +296,66 @@ _generation = _each(
     },
 )
 generations = _table("decoding", _of("decoding"), "whole generations, {where}", _generation)
-_rate = _each(
-    lambda row: row["path"].rpartition(", ")[0],
-    lambda row: {row["path"].rpartition(", ")[2]: f"{row['tokens_per_s']:.0f}"},
+
+
+def _layer(tokens: int, paths: tuple[str, str], time: str = "ms", kind: str = "inference") -> tuple:
+    drawn = {"workload": "independent, lognormal", "gated": True, "d_model": 2048, "d_ff": 5632}
+    return kind, drawn | {"tokens": tokens}, paths, time
+
+
+def _model(tokens: str, paths: tuple[str, str]) -> tuple:
+    return RECORD, {"head": True, "workload": f"{_LARGEST}{tokens} tokens"}, paths, "wall_ms"
+
+
+def _loop(batch: int, name: str = "tl.generate") -> tuple:
+    return "decoding", {"batch": batch}, (f"{name}, dense", f"{name}, planned"), "ms"
+
+
+_PLAIN, _GRAPHS, _CODE = (
+    (dense, f"planned{way}") for dense, way in ((DENSE, ""), (DENSE + _GRAPH, _GRAPH), (COMPILED, " compiled"))
 )
-tokens_a_second = _table("decoding", lambda row: row["batch"] == 1, "tokens a second, {where}", _rate)
+# What is done, and which rows say how fast a layer is at it, and a whole model: the record's name, what they have in
+# common, the paths of dense and planned, and which of their times counts.
+DONE = {
+    "write a text, `tl.generate`": (_layer(1, _GRAPHS), _loop(1)),
+    "write 16 texts, `tl.generate`": (_layer(16, _GRAPHS), _loop(16)),
+    "read 2,048 tokens, a CUDA graph": (_layer(2048, _GRAPHS), _model("1 x 2,048", _GRAPHS)),
+    "read 64 x 2,048 tokens, plain calls": (_layer(131072, _PLAIN, "wall_ms"), _model("64 x 2,048", _PLAIN)),
+    "train on 16,384 tokens, compiled": (
+        _layer(MANY, _CODE, kind="training"),
+        ("training", {"workload": f"{_STEP}8 layers"}, _CODE, "ms"),
+    ),
+    "write a text, plain `generate`": (_layer(1, _PLAIN, "wall_ms"), _loop(1, "generate")),
+}
+
+
+def beside_layer(recorded: list[Record]) -> tuple[str, dict[str, list[float]]]:
+    """Return how many times as fast as torch's own a layer and a whole model are at what is done, where both are
+    recorded; and on which device and days that was."""
+    used, done = [], {}
+    for name, both in DONE.items():
+        times = []
+        for kind, common, paths, time in both:
+            which = lambda row: common.items() <= row.items() and 25 < row.get("nnz", 29) < 33  # noqa: B023, E731
+            record, rows = rows_of(recorded, kind, which)
+            took = {row["path"]: row[time] for row in rows if row["path"] in paths}
+            if record and len(took) == 2:
+                used.append(record)
+                times.append(took[paths[0]] / took[paths[1]])
+        if len(times) == 2:
+            done[name] = times
+    days = sorted({record.date[:10] for record in used})
+    where = f"{used[0].rows[0]['device']}, {' to '.join(dict.fromkeys((days[0], days[-1])))}" if used else ""
+    return where + "; stale: code has changed since" * any(map(stale, used)), done
+
+
+def whole_beside_layer(recorded: list[Record]) -> str:
+    """Return the table of `beside_layer`."""
+    where, done = beside_layer(recorded)
+    cells = (
+        (name, f"a {what}", f"{x:.2f}") for name, pair in done.items() for what, x in zip(("layer", "model"), pair)
+    )
+    return _grid(f"times as fast as torch's own; {where}", cells)
 
 
 def _trained(rows: list[dict]) -> Cells:

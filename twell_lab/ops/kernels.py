@@ -4,10 +4,12 @@ A new kernel needs its `.cu` and a file in this folder that declares it as a `So
 
 from __future__ import annotations
 
+import ast
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +25,8 @@ from ..cuda.launch import VALUE, Macros, Source
 if TYPE_CHECKING:
     import cupy
 
+# What an entry's letters stand for (cuda.launch.Entry), in words.
+_LETTERS = dict(p="pointer", i="int", u="unsigned", q="long long", f="float", m="tensor map") | {"2": "two pointers"}
 _THREADS = 8  # the compiler runs outside of Python's lock
 
 
@@ -80,9 +84,10 @@ def prebuild(
 def kernel(name: str, **macros: object) -> cupy.RawKernel:
     """Return the kernel of kernels/ that is called `name`, compiled for the current GPU as the library compiles it.
 
-    Launch it as CuPy does: `tl.kernel("pack_v1")((blocks,), (threads,), arguments)`, with CuPy arrays and NumPy numbers
-    in the order of the source; `.max_dynamic_shared_size_bytes` has to be set for one that asks for more than 48 KiB.
-    Nothing is checked at a launch; `twell_lab.simulator` runs the portable ones under watch.
+    Launch it as CuPy does: `tl.kernel("pack_v1")((blocks,), (threads,), arguments)`, with CuPy arrays and NumPy
+    numbers. `describe` says which arguments, of what shapes, and on which grid. A kernel that asks for more than 48 KiB
+    needs `.max_dynamic_shared_size_bytes` to be set. Nothing is checked at a launch; `twell_lab.simulator` runs the
+    portable ones under watch.
 
     Args:
         name: an entry such as "gated_v2"; where several sources have it, with the source before it, as in
@@ -117,6 +122,27 @@ def kernel(name: str, **macros: object) -> cupy.RawKernel:
         return cupy.RawModule(path=str(path)).get_function(entry)
 
 
+def describe(name: str, **macros: object) -> str:
+    """Describe a kernel for who launches it: threads, arguments, what its source says of it and of shapes, and the code
+    that launches it in this library, with the grid. Needs no GPU. Arguments and InputError: as in `kernel`."""
+    source, entry, defines = choose(name, macros)
+    launched = source.kernel(entry, tuple(defines.items()))
+    arguments = ", ".join(_LETTERS[letter] for letter in launched.parameters)
+    head = (core.kernels_dir() / source.file).read_text(encoding="utf-8").partition("\n#")[0]
+    texts = {path: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("[a-z]*.py")}
+    place, code = next((path, text) for path, text in texts.items() if f'Source(\n    "{source.name}"' in text)
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    launches = [call for call in calls if ast.unparse(call.func) in ("launch", "call.launch")]
+    return "\n".join(
+        (
+            f"{entry} of kernels/{source.file}: {launched.threads} threads a block; arguments: {arguments}",
+            head,
+            f"Launched in twell_lab/ops/{place.name} (kernel, grid, arguments):",
+            *(ast.get_source_segment(code, call) or "" for call in launches),
+        )
+    )
+
+
 def choose(name: str, macros: dict[str, object]) -> tuple[Source, str, dict[str, object]]:
     """Find (source, entry, all macros) for the name and the macros that `kernel` was given.
 
@@ -127,7 +153,11 @@ def choose(name: str, macros: dict[str, object]) -> tuple[Source, str, dict[str,
     having = [source for source in sources().values() if file in ("", source.name) and entry in source.entries]
     if not having:
         known = sorted({entry for source in sources().values() for entry in source.entries})
-        raise InputError(f"no kernel is called {name!r:.80}; there are {', '.join(known)}")
+        near = [one for one in known if entry and one.startswith(entry)] or get_close_matches(entry, known, 4)
+        others = f"docs/kernels/README.md lists all {len(known)}"
+        raise InputError(
+            f"no kernel is called {name!r:.80}; accepted: {', '.join(near[:4]) or 'one that is'}; {others}"
+        )
     if len(having) > 1:
         names = " or ".join(f"{source.name}.{entry}" for source in having)
         raise InputError(f"{name} is in several sources; {names} is accepted")

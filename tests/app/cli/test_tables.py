@@ -24,7 +24,7 @@ def cells(table: str) -> list[list[str]]:
     return [head, *lines]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "headline"])
+@pytest.mark.parametrize("name", [*NAMES, "whole_beside_layer"])
 def test_without_records_a_table_says_so(name):
     others = [record(kind, 1, []) for kind in ("inference", "training", "comparison", "bench-model", "trained")]
     for recorded in ([], others):
@@ -58,14 +58,21 @@ def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
         ["times as fast", "2.00", "2.00"],
         ["times as fast, both under torch.compile", "0.50", "0.50"],
     ]
-    shape = SHAPE | {"workload": "independent, lognormal", "nnz": 29.0, "choice": "twell"}
-    tuned = shape | {"path": "dense max-autotune", "tokens": 1, "wall_ms": 0.12}
-    for more, named, first in (([], "eager, compiled", "1.50"), ([tuned], "eager, compiled, max-autotune", "1.20")):
-        (head, *_), line = cells(tables.headline([record("inference", 2, rows(1.0) + more)]))
-        assert head.startswith(f"times as fast as torch's dense layer, the fastest of {named}; NVIDIA H100, 2026")
-        assert line == ["a plain call", first, "1.50"]  # 0.15, and 0.12, beside 0.1
     old = replace(record("inference", 2, rows(1.0)), kernels={"smxx_pack": 64 * "0"})
-    assert all("2026-01-02; stale: code has changed since |" in t([old]) for t in (tables.calls, tables.headline))
+    assert "2026-01-02; stale: code has changed since |" in tables.calls([old])
+
+
+def test_a_whole_model_stands_beside_its_layer_where_both_are_recorded():
+    layer = SHAPE | {"workload": "independent, lognormal", "nnz": 29.0, "tokens": 1}
+    layers = [layer | {"path": path, "ms": ms} for path, ms in (("dense eager (graph)", 4.0), ("planned (graph)", 2.0))]
+    others = [row | {"nnz": 60.0, "ms": 99.0} for row in layers] + [row | {"tokens": 16} for row in layers]
+    said = [{"batch": 1, "path": f"tl.generate, {path}", "ms": ms} for path, ms in (("dense", 3.0), ("planned", 2.0))]
+    recorded = [record("inference", 1, others + layers), record("decoding", 2, said)]
+    assert cells(tables.whole_beside_layer(recorded)) == [
+        ["times as fast as torch's own; NVIDIA H100, 2026-01-01 to 2026-01-02", "a layer", "a model"],
+        ["write a text, `tl.generate`", "2.00", "1.50"],
+    ]
+    assert "stale" in tables.whole_beside_layer([replace(recorded[0], kernels={"smxx_pack": 64 * "0"}), recorded[1]])
 
 
 def beside(kind: str, path: str, nnz: float, ms: float, workload: str = "independent, lognormal", **more) -> dict:
