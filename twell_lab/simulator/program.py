@@ -61,7 +61,7 @@ def compile(file: str | Path, defines: Mapping[str, object] = {}) -> Program:
 
 
 class Program:
-    """What `compile` returns. `.kernels`: name -> Signature of each kernel of the file."""
+    """What `compile` returns. `.kernels`: name -> the Parameters of each kernel of the file."""
 
     def __init__(self, file: str | Path, defines: dict[str, object]) -> None:
         self.file, self.defines = Path(file).name, defines
@@ -228,7 +228,7 @@ def _built(kind: str, file: str, sources: tuple, defines: tuple) -> toolchain.Bu
 class _Call:
     """One launch: arguments as the C++ side takes them, and what comes back."""
 
-    def __init__(self, built, kernel, grid, block, signature, arguments, shared_bytes) -> None:
+    def __init__(self, built, kernel, grid, block, parameters, arguments, shared_bytes) -> None:
         self.built, self.kernel, self.grid, self.block = built, kernel, grid, block
         # In this library the shared arrays of all kernels lie side by side; on a GPU a launch has its own alone.
         others = set(built.kernels) - {kernel}
@@ -250,7 +250,7 @@ class _Call:
         own = [replace(s, name=f"{s.function}::{s.name}") if names.count(s.name) > 1 else s for s in own]
         sizes = built.sizes(kernel)
         if len(arguments) != len(sizes):
-            names = [p.name for p in signature.parameters]
+            names = [p.name for p in parameters]
             raise InputError(f"{kernel} takes {len(sizes)} arguments ({', '.join(names)}); {len(arguments)} were given")
         # A kernel gets a copy of a read-only array, which thus stays as it is.
         arguments = [a.copy() if isinstance(a, np.ndarray) and not a.flags.writeable else a for a in arguments]
@@ -259,7 +259,7 @@ class _Call:
         self.values: list[Any] = []
         self.arrays: list[args.Array] = []
         self.written: list[args.Array] = []
-        for parameter, argument, size in zip(signature.parameters, arguments, sizes):
+        for parameter, argument, size in zip(parameters, arguments, sizes):
             if not parameter.pointer:
                 self.values.append(args.value(kernel, parameter, argument, size))
             elif argument is None:

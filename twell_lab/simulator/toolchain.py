@@ -24,14 +24,14 @@ from functools import cache, cached_property, lru_cache
 from itertools import takewhile
 from os.path import normpath
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import core
 from ..core import CompileError, StackError
 from . import source
 from .faults import Unsupported
 from .report import Launch, Report
-from .source import Declaration, OwnText, Signature
+from .source import OwnText, Parameter
 from .symbols import Line, Variable, find_lines, find_variables, symbols_of
 
 CUDA = Path(__file__).parent / "cuda"
@@ -198,24 +198,18 @@ def _write(texts: Mapping[str, str], folder: Path) -> Path:
 # ---- what the preprocessor says
 
 
-class Listing(NamedTuple):
-    """kernels: by name; variables: the __shared__, __device__ and __constant__ ones (several may have one name)."""
-
-    kernels: dict[str, Signature]
-    variables: tuple[Declaration, ...]
-
-
-def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> Listing:
-    """The kernels and variables of `entry` with these macros.
+def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> OwnText:
+    """What `entry` declares with these macros: its kernels and its variables.
 
     Raises CompileError, and Unsupported for the first thing in the active code that only a GPU can do.
     """
-    own = _own_text(sources, entry, defines)
+    own = preprocessed(sources, entry, defines)
     source.refuse(own)
-    return Listing(source.kernels(own), source.variables(own))
+    return own
 
 
-def _own_text(sources: Mapping[str, str], entry: str, defines: Mapping[str, object]) -> OwnText:
+def preprocessed(sources: Mapping[str, str], entry: str, defines: Mapping[str, object]) -> OwnText:
+    """The text of `entry` and its headers with these macros. Raises CompileError."""
     return _preprocessed(tuple(sorted(sources.items())), entry, tuple(sorted(defines.items())), compiler(), CUDA)
 
 
@@ -259,7 +253,7 @@ class Built:
     path: Path
     kind: str
     sources: dict[str, str]
-    kernels: dict[str, Signature]
+    kernels: dict[str, tuple[Parameter, ...]]
     shared: tuple[Variable, ...]
     variables: tuple[Variable, ...]
     constants: tuple[str, ...]
@@ -316,10 +310,10 @@ def build(
     return Built(path, kind, dict(sources), listed.kernels, shared, variables, constants, cxx)
 
 
-def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: Listing, temporary: Path, runtime) -> Path:
+def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: OwnText, temporary: Path, runtime) -> Path:
     """Compiles and links the library in a temporary folder, and returns its path there."""
     inside = _write(sources, temporary)
-    unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in _own_text(sources, entry, defines).namespaces)]
+    unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in listed.namespaces)]
     unit += [f"SIM_EXPORT({kernel})" for kernel in listed.kernels]
     (inside / _UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
     dynamic = sorted({d.name for d in listed.variables if d.space == "shared" and d.shape is None})
