@@ -66,7 +66,7 @@ SITES, FOOTPRINT, STEPS, LANES = map(
             "i64 requests accesses bytes sectors lines wavefronts ideal_wavefronts divergent",
         ),
         _structure("footprint", "i64 array read_sectors written_sectors block_read_sectors"),
-        _structure("steps", "i32 warp kind space size; pc path; i32 depth pad; i64 first; i32 lanes name"),
+        _structure("steps", "i32 warp kind space size; pc path; i32 depth pad lanes name"),
         _structure("lanes", "i32 thread array; i64 offset; value value"),
     ),
 )

@@ -154,15 +154,10 @@ class State:
 
 
 class Trace(Sequence):
-    """The steps of one block: trace[3], len(trace), or `.steps`.
+    """The steps of one block, in order: trace[3], len(trace), or `.steps`.
 
-    Attributes:
-        steps: in the order in which they were made.
-        arrays: name -> what it is (name, space, dtype, shape, before).
-        block_shape: threads in x, y and z.
-        barriers: for each meeting at a block barrier, the index of the step with which its last warp arrives.
-        truncated: whether steps past the recorder's limit are missing.
-        fault: what stopped the block; its step is then the last one.
+    arrays: by name. block_shape: threads in x, y and z. truncated: whether steps past the recorder's limit are missing.
+    fault: what stopped the block; its step is then the last one.
     """
 
     fault: Fault | None = None
@@ -177,25 +172,20 @@ class Trace(Sequence):
         block_shape: tuple[int, ...],
         truncated: bool = False,
     ) -> None:
-        """From what the runtime recorded.
+        """From what the runtime recorded: a row for each step, with how many rows of `lanes` are its own (report.py).
 
-        steps: rows (warp, kind, space, size, path, depth, first, lanes, name) in order; the lanes of a row are
-        lanes[first:first + lanes] (thread, array, offset, value); lines: pc -> file, number, text, function;
-        names: of the watches, which `name` counts.
-        """
+        lines: pc -> file, number, text, function; names: of the watches, which `name` of a step counts."""
         self._all = arrays = list(arrays)  # two may have one name
         self.arrays, self.block_shape, self.truncated = {a.name: a for a in arrays}, tuple(block_shape), truncated
         owner = np.repeat(np.arange(len(steps)), steps["lanes"])
-        within = np.arange(len(owner)) - np.repeat(np.cumsum(steps["lanes"]) - steps["lanes"], steps["lanes"])
-        flat = lanes[steps["first"][owner] + within]
-        values = _values(steps, owner, flat, arrays)
+        values = _values(steps, owner, lanes, arrays)
         ends = np.cumsum(steps["lanes"]).tolist()
         self.steps = [
-            self._step(index, row, flat[end - row["lanes"] : end], values[end - row["lanes"] : end], lines, names)
+            self._step(index, row, lanes[end - row["lanes"] : end], values[end - row["lanes"] : end], lines, names)
             for index, (row, end) in enumerate(zip(steps, ends, strict=True))
         ]
         # Of each array: (place, byte, step) of all that was written, in order.
-        self.changes = {array.name: _changes(number, steps, owner, flat) for number, array in enumerate(arrays)}
+        self.changes = {array.name: _changes(number, steps, owner, lanes) for number, array in enumerate(arrays)}
 
     def _step(self, index: int, row, lanes: np.ndarray, values: list, lines: Mapping, names: Sequence[str]) -> Step:
         kind, warp = KINDS[int(row["kind"])], int(row["warp"])
@@ -242,6 +232,7 @@ class Trace(Sequence):
 
     @cached_property
     def barriers(self) -> list[int]:
+        """Of each meeting at a block barrier, the index of the step with which its last warp arrives."""
         passed: Counter[int] = Counter()  # the barriers that a warp has come to
         meetings: dict[int, int] = {}
         for step in self.steps:

@@ -70,7 +70,7 @@ struct Totals { int64_t requests, accesses, bytes, sectors, lines, wavefronts, i
 constexpr int TOTALS = sizeof(Totals) / sizeof(int64_t);
 struct SimSite { uint64_t pc[MOST_FRAMES]; int32_t depth, kind, space, pad; Totals totals; };
 struct SimFootprint { int64_t array, read_sectors, written_sectors, block_read_sectors; };
-struct SimStep { int32_t warp, kind, space, size; SimPath path; int64_t first; int32_t lanes, name; };
+struct SimStep { int32_t warp, kind, space, size; SimPath path; int32_t lanes, name; };
 struct SimLane { int32_t thread, array; int64_t offset; uint8_t value[16]; };
 struct SimReport {
     SimFault fault;
