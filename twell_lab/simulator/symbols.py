@@ -132,7 +132,7 @@ def _item(d: Declaration) -> int:
 
 
 # An answer of addr2line: its address, which an inlined caller lacks, and "f at k.cu:3" ("?? ??:0": unknown).
-_ANSWER = re.compile(r"(?:0x([0-9a-f]+): | \(inlined by\) )(.*?)(?: at)? (\S.*?):(\d+|\?).*")
+_ANSWER = re.compile(r"(?:0x([0-9a-f]+): | \(inlined by\) )(?:(.*?) at|\?\?) (\S.*?):(\d+|\?).*")
 
 
 def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[str, str]) -> dict[int, Line]:
