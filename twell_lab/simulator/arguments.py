@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,16 +141,3 @@ def value(kernel: str, parameter, given, size: int) -> ctypes.Array:
 def bytes_at(address: int, nbytes: int) -> np.ndarray:
     """The bytes at an address, as an array over the memory itself."""
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8) if nbytes else np.empty(0, np.uint8)
-
-
-def groups(arrays: Iterable[Array]) -> list[list[Array]]:
-    """Joins arrays whose memory overlaps, each group from the lowest address on: in a copy they must share it, too."""
-    found: list[list[Array]] = []
-    end = 0
-    for one in sorted((one for one in arrays if one.nbytes), key=lambda one: one.begin):
-        if found and one.begin < end:
-            found[-1].append(one)
-        else:
-            found.append([one])
-        end = max(end, one.begin + one.nbytes)
-    return found
