@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os.path import basename, normpath
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
