@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -145,60 +144,22 @@ class Program:
 
 # ---- in the library ----
 
-# Stacks for the threads of a block, one address for each worker, which the libraries of this process use in turn. Their
-# lower ends are closed, so that a thread that needs too much memory is stopped. On Linux before 6.13 that splits the
-# memory of one worker into 2,048 mappings, and a process may have 65,530 of them: only the first get closed ends.
-_CLOSED = 8
-_stacks: list[int] = []
-_stack_numbers = count()
-# The library whose signal handlers serve all: the one that was launched first.
-_first: dict[None, Any] = {}
-_taking, _building = threading.Lock(), threading.Lock()
-
-
-@contextmanager
-def _stacks_for(workers: int, make) -> Iterator[list[int]]:
-    with _taking:
-        taken = [_stacks.pop() if _stacks else make(next(_stack_numbers) < _CLOSED) for _ in range(workers)]
-    try:
-        if not all(taken):
-            raise MemoryError("no memory for the stacks of a block's threads")
-        yield taken
-    finally:
-        with _taking:
-            _stacks.extend(filter(None, reversed(taken)))
-
-
-def _run(built: toolchain.Built, launch):
-    """The report of a launch, with the handlers installed that turn a crash of a kernel into a fault."""
-    handle = built.handle
-    with _stacks_for(launch.workers, handle.sim_make_stacks) as taken:
-        stacks = (ctypes.c_void_p * launch.workers)(*taken)
-        launch.stacks = ctypes.addressof(stacks)
-        if built.kind == "address":  # AddressSanitizer reports crashes by itself
-            return handle.sim_launch(ctypes.byref(launch))
-        handlers = _first.setdefault(None, handle)
-        launch.guard = handlers.sim_guard_begin()
-        try:
-            return handle.sim_launch(ctypes.byref(launch))
-        finally:
-            if launch.guard:
-                handlers.sim_guard_end()
+_building = threading.Lock()
 
 
 def _interruptible(built: toolchain.Built, launch):
     """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it within a few moments."""
     if threading.current_thread() is not threading.main_thread():
-        return _run(built, launch)
+        return built.runtime.sim_launch(ctypes.byref(launch))
     pool = ThreadPoolExecutor(1)
-    done = pool.submit(_run, built, launch)
+    done = pool.submit(built.runtime.sim_launch, ctypes.byref(launch))
     pool.shutdown(wait=False)
     try:
         return done.result()
     except BaseException:  # raised by a signal handler, as KeyboardInterrupt is
         launch.cancel = 1
         # Nobody waits for the report any more: free it here, also where it comes later.
-        done.add_done_callback(lambda it: it.exception() or built.handle.sim_free(it.result()))
+        done.add_done_callback(lambda it: built.runtime.sim_free(it.result()))
         wait([done], 5)
         raise
 
@@ -251,7 +212,8 @@ class _Call:
         self.nulls = [p.name for p, given in of if isinstance(given, ctypes.c_void_p)]
         self.arrays = [given for _, given in of if isinstance(given, args.Array)]
         self.written = [given for p, given in of if isinstance(given, args.Array) and not p.const]
-        base = built.handle.sim_base()
+        self.call = ctypes.cast(getattr(built.handle, f"sim_call_{kernel}"), ctypes.c_void_p)
+        base = built.runtime.sim_base(self.call)
         self.variables = [v.array(base) for v in built.variables]
         self.buffers = self.arrays + self.variables
         self.shared = [s.array() for s in own]
@@ -306,7 +268,8 @@ class _Call:
         for a in self.buffers if self.asked["trace_block"] >= 0 else ():
             a.before = args.bytes_at(a.begin, a.nbytes).copy()
         launch = raw.Launch(
-            call=ctypes.cast(getattr(self.built.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
+            call=self.call.value,
+            guarded=self.built.kind != "address",  # AddressSanitizer reports crashes by itself
             arguments=ctypes.addressof(addresses),
             grid=self.grid,
             block=self.block,
@@ -324,10 +287,12 @@ class _Call:
         start = time.perf_counter()
         report = _interruptible(self.built, launch)
         took = time.perf_counter() - start
+        if not report:
+            raise MemoryError("no memory for the stacks of a block's threads")
         try:
             return self._result(report.contents, took)
         finally:
-            self.built.handle.sim_free(report)
+            self.built.runtime.sim_free(report)
 
     def _result(self, report, took: float) -> Run:
         counts = steps = None

@@ -44,7 +44,7 @@ Shared = _structure("shared", "u64 offset bytes")
 Launch = _structure(
     "launch",
     "address call arguments; xyz grid block; u32 workers watch; i64 trace_block trace_limit; f64 seconds;"
-    "address buffers shared; i32 n_buffers n_shared; u64 thread_local_bytes; address stacks; i32 cancel; address guard",
+    "address buffers shared; i32 n_buffers n_shared; u64 thread_local_bytes; i32 cancel guarded",
 )
 _structure("path", "pc pc; i32 depth pad")
 _TYPES["waiting"] = ctypes.POINTER(_structure("waiting", "i32 thread kind; path path"))

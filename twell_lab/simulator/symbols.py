@@ -88,8 +88,8 @@ def find_variables(
     written, joined with what the source declares; each in the order of their offsets."""
     filt = tool("c++filt", "llvm-cxxfilt")
     rows = [row for row in symbols_of(tool, library) if row[3] in ("TLS", "OBJECT") and row[6] != "UND"]
-    ends = {row[6]: int(row[1], 16) for row in rows if row[7] in ("sim_zeros_end", "sim_data_end")}
-    rows = [row for row in rows if row[3] == "TLS" or int(row[1], 16) < ends.get(row[6], 0)]
+    sections = {row[6] for row in rows if row[7] in ("sim_zeros", "sim_data")}
+    rows = [row for row in rows if row[3] == "TLS" or row[6] in sections]
     own = {(row[7], row[3] == "TLS"): row for row in rows if not _OWN.match(row[7])}  # a symbol may be listed twice
     names = _output(filt, text="".join(f"{name}\n" for name, _ in own)).splitlines()
     found: dict[bool, list[Variable]] = {True: [], False: []}

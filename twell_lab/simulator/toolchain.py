@@ -241,16 +241,20 @@ def _includes(cuda: Path) -> list:
 
 # ---- building
 
+_loaded: dict[str, Any] = {}
+
 
 @dataclass(frozen=True)
 class Built:
-    """A library of one file's kernels. path: the .so; kernels: by name; shared: where its arrays lie.
+    """A library of one file's kernels. path: the .so; needs: that of the simulator's C++; kernels: by name; shared:
+    where its arrays lie.
 
     variables: those of the program, __device__ and __constant__; constants: the names of the latter. lines() finds
     source lines in `sources`.
     """
 
     path: Path
+    needs: Path
     kind: str
     sources: dict[str, str]
     kernels: dict[str, tuple[Parameter, ...]]
@@ -261,15 +265,19 @@ class Built:
     _lines: dict[int, Line] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
+    def runtime(self) -> Any:
+        """The simulator's own library, loaded: one for all libraries that need one of its name."""
+        runtime = _loaded.setdefault(self.needs.name, ctypes.CDLL(str(self.needs)))
+        runtime.sim_launch.restype = ctypes.POINTER(Report)
+        runtime.sim_launch.argtypes = [ctypes.POINTER(Launch)]
+        runtime.sim_free.argtypes = [ctypes.POINTER(Report)]
+        runtime.sim_base.restype, runtime.sim_base.argtypes = ctypes.c_uint64, [ctypes.c_void_p]
+        return runtime
+
+    @cached_property
     def handle(self) -> Any:
-        """The library, loaded."""
-        handle = ctypes.CDLL(str(self.path))
-        handle.sim_launch.restype = ctypes.POINTER(Report)
-        handle.sim_launch.argtypes = [ctypes.POINTER(Launch)]
-        handle.sim_free.argtypes = [ctypes.POINTER(Report)]
-        handle.sim_make_stacks.restype = handle.sim_guard_begin.restype = ctypes.c_void_p
-        handle.sim_base.restype = ctypes.c_uint64
-        return handle
+        """The library, loaded, after what it needs."""
+        return self.runtime and ctypes.CDLL(str(self.path))
 
     def sizes(self, kernel: str) -> list[int]:
         """The bytes of each parameter of a kernel."""
@@ -301,13 +309,15 @@ def build(
     listed = listing(sources, entry, defines)
     wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
 
+    runtime = _runtime(cxx, folder)
+
     def make(temporary: Path) -> Path:
-        return _make(cxx, sources, entry, defines, kind, listed, temporary, _runtime(cxx, folder))
+        return _make(cxx, sources, entry, defines, kind, listed, temporary, runtime)
 
     path = _cached(folder / f"{Path(entry).stem}-{kind}-{_digest(cxx, wanted)}.so", entry, make)
     shared, variables = find_variables(_tool, path, listed.variables)
     constants = tuple(d.name for d in listed.variables if d.space == "constant")
-    return Built(path, kind, dict(sources), listed.kernels, shared, variables, constants, cxx)
+    return Built(path, runtime, kind, dict(sources), listed.kernels, shared, variables, constants, cxx)
 
 
 def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: OwnText, temporary: Path, runtime) -> Path:
@@ -317,7 +327,7 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: OwnTex
     unit += [f"SIM_EXPORT({kernel})" for kernel in listed.kernels]
     (inside / _UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
     dynamic = sorted({d.name for d in listed.variables if d.space == "shared" and d.shape is None})
-    (inside / "sim_dynamic.cpp").write_text(_KERNELS_END + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
+    (inside / "sim_dynamic.cpp").write_text(_MARKS + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
     here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
     flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
     _compile([cxx.path, *flags, "-c", _UNIT, "-o", "unit.o"], entry, temporary, inside)
@@ -326,21 +336,17 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: OwnTex
     _compile([cxx.path, *flags, "-c", "sim_dynamic.cpp", "-o", "dynamic.o"], entry, temporary, inside)
     link = ["-Wl,--no-undefined", *(f"-Wl,--wrap={name}" for name in _WRAPPED)]
     link = ["-fsanitize=address"] if kind == "address" else link
-    link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", *runtime, "-ldl"]
+    link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", runtime]
     _compile([cxx.path, *link, "-o", "made.so"], entry, temporary, inside)
     return inside / "made.so"
 
 
-# Functions of the C library that kernels must not call as they are; heap.cpp has their replacements.
+# Functions of the C library that kernels must not call as they are; heap.cpp and watch.cpp have their replacements.
 _WRAPPED = """malloc calloc realloc free _Znwm _Znam _ZnwmRKSt9nothrow_t _ZnamRKSt9nothrow_t _ZdlPv _ZdaPv _ZdlPvm 
-    _ZdaPvm exit quick_exit _exit _Exit pthread_exit abort _ZSt9terminatev""".split()
-# Marks the end of the kernels' code: linked after the kernels and before the runtime. A kernel can be stopped
-# anywhere; the runtime cannot, since it may hold a lock.
-# The same for the program's variables, those that begin as zeros and the others.
-_KERNELS_END = """extern "C" __attribute__((visibility("hidden"))) void sim_kernels_end() {}
-extern "C" char sim_zeros_end, sim_data_end;
-char sim_zeros_end, sim_data_end = 1;
-"""
+    _ZdaPvm exit quick_exit _exit _Exit pthread_exit abort _ZSt9terminatev __cyg_profile_func_enter
+    __cyg_profile_func_exit""".split()
+# These lie in the sections of variables that can be written: of those that begin as zeros, and of the others.
+_MARKS = 'extern "C" char sim_zeros, sim_data;\nchar sim_zeros, sim_data = 1;\n'
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"
 
 
@@ -405,22 +411,26 @@ def _complaint(entry: str, messages: str, hidden: Mapping[str, str]) -> CompileE
     return CompileError("\n".join([f"{entry} does not compile for the simulator:", *lines[:_MOST_LINES], *more]))
 
 
-def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
-    """The object files of the simulator's own C++, which is never watched itself: compiled once for each compiler."""
+def _runtime(cxx: Compiler, folder: Path) -> Path:
+    """The library of the simulator's own C++, which is never watched itself: compiled once for each compiler."""
     flags, cuda = [*_flags(cxx, "fast", {}), "-g0"], CUDA.resolve()
-    digest = _digest(cxx, flags)
+    path = folder / f"simulator-{_digest(cxx, flags)}.so"
 
-    def compiled(unit: Path) -> Path:
-        def make(here: Path) -> Path:
-            hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
-            command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", cuda / unit.name, "-o", "made.o"]
+    def make(here: Path) -> Path:
+        hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
+
+        def compile(unit: Path) -> str:
+            command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", unit, "-o", f"{unit.stem}.o"]
             _compile(command, unit.name, here, here)
-            return here / "made.o"
+            return f"{unit.stem}.o"
 
-        return _cached(folder / f"simulator-{unit.stem}-{digest}.o", unit.name, make)
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            objects = list(pool.map(compile, sorted(cuda.glob("*.cpp"))))
+        link = ["-shared", "-pthread", "-Wl,-Bsymbolic", f"-Wl,-soname,{path.name}", *objects, "-ldl", "-o", "made.so"]
+        _compile([cxx.path, *link], path.name, here, here)
+        return here / "made.so"
 
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(compiled, sorted(CUDA.glob("*.cpp"))))
+    return _cached(path, path.name, make)
 
 
 # ---- the cache
