@@ -148,9 +148,8 @@ class Counts:
     def scaled(self, factor: float, same_size: Iterable[str] = ()) -> Counts:
         """The counts of a launch `factor` times as large, where the work grows with the rows, as in all kernels here.
 
-        same_size: arrays that do not grow with the rows, such as the weights; no more of them can be touched
-        than there is. The counts by line are those of the small launch still.
-        """
+        same_size: arrays that do not grow with the rows, such as the weights; no more of them can be touched than there
+        is. The counts by line stay those of the small launch."""
         if not factor > 0:
             raise InputError(f"factor is {factor!r}; a number above 0 is accepted")
         self.check_touched(same_size := set(same_size), "same_size")
@@ -243,13 +242,11 @@ def predicted_time(
     the L2 does not keep (Gpu.kept_bytes) come from memory for each block that reads them. Raises InputError for an
     array that was not touched, and for what cannot be such numbers.
 
-    "device memory": every different sector once, read and written, and those rows again. "L2 cache": the
-    different sectors that each block reads, as if the L1 cache kept them until the block ends, and the sectors
-    of every write, which it passes on. "L1 cache": each 128-byte line of each request, and each pass over the
-    banks of shared memory, takes its multiprocessor a cycle. (The counters of an H100 confirm the last for one
-    thread a tile: pack_v1 keeps that part of the multiprocessors busy 99% of their time, and 4 of 5 sectors
-    never get to the L2.)
-    """
+    "device memory": every different sector once, read and written, and those rows again. "L2 cache": the different
+    sectors that each block reads, as if the L1 cache kept them until the block ends, and the sectors of every write,
+    which it passes on. "L1 cache": each 128-byte line of each request, and each pass over the banks of shared memory,
+    takes its multiprocessor a cycle. (The counters of an H100 confirm the last: pack_v1 keeps that part busy 99% of its
+    time, and 4 of 5 sectors never get to the L2.)"""
     unique = sum(at.read_sectors + at.written_sectors for at in counts.footprints.values())
     again = _read_again(counts, gpu.kept_bytes, rows)
     passed_on = sum(at.block_read_sectors for at in counts.footprints.values())

@@ -70,9 +70,7 @@ def with_watches(sources: Mapping[str, str], values: Mapping[str, str]) -> tuple
     """The sources with `sim_watch(i, (expression));` at the end of the lines that `values` names, and the expressions.
 
     A key of `values` is "file:58", "file:some text of the line" or, for the first file, "58". Lines keep their
-    numbers. Raises InputError for a line that is not there, is not the only one with that text, or does not end as a
-    line does that a statement can follow.
-    """
+    numbers. Raises InputError unless there is one such line, and a statement can follow it."""
     lines = {file: text.split("\n") for file, text in sources.items()}
     code = {file: code_only(text).split("\n") for file, text in sources.items()}
     names = tuple(str(expression).strip() for expression in values.values())

@@ -24,7 +24,7 @@ from functools import cache, cached_property, lru_cache
 from itertools import takewhile
 from os.path import normpath
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import core
 from ..core import CompileError, StackError
@@ -37,15 +37,10 @@ from .symbols import Line, Variable, find_lines, find_variables, symbols_of
 CUDA = Path(__file__).parent / "cuda"
 KINDS = {
     "fast": ["-O2", "-fno-optimize-sibling-calls", "-fsanitize=integer-divide-by-zero"],
-    "watched": [
-        "-O0",
-        "-fsanitize=thread",
-        "-fsanitize=integer-divide-by-zero",
-        "-fsanitize=alignment",
-        "-finstrument-functions",
-        "-fsanitize-coverage=trace-pc",
-        "-DSIM_WATCHED",
-    ],
+    "watched": (
+        "-O0 -fsanitize=thread -fsanitize=integer-divide-by-zero -fsanitize=alignment -finstrument-functions "
+        "-fsanitize-coverage=trace-pc -DSIM_WATCHED"
+    ).split(),
     "address": ["-O1", "-fsanitize=address"],
 }
 _CLANG_VOLATILE = ["-mllvm", "-tsan-distinguish-volatile=1"]
@@ -59,8 +54,7 @@ _NEEDS = (
 # ---- the compiler
 
 
-@dataclass(frozen=True)
-class Compiler:
+class Compiler(NamedTuple):
     """A C++ compiler: its path, its name ("g++" or "clang++"), and the first line of what it says of its version."""
 
     path: str
@@ -69,11 +63,8 @@ class Compiler:
 
 
 def compiler() -> Compiler:
-    """The compiler that TWELL_LAB_CXX names, else the first of c++, g++ and clang++ that works.
-
-    Raises:
-        StackError: where there is none, with what to install; and on a machine that the simulator does not run on.
-    """
+    """The compiler that TWELL_LAB_CXX names, else the first of c++, g++ and clang++ that works. Raises StackError where
+    there is none, with what to install, and on a machine that the simulator does not run on."""
     if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
         raise StackError(
             "the simulator runs on Linux on x86-64 or 64-bit Arm (on Windows: in WSL 2); "
@@ -105,7 +96,7 @@ def _try(path: str) -> Compiler | None:
 
 
 def available() -> bool:
-    """Return whether there is a compiler for the simulator: whether `compiler()` finds one."""
+    """Return whether `compiler()` finds one."""
     try:
         return bool(compiler())
     except StackError:
@@ -116,16 +107,8 @@ def _run(command: list, folder: Path | None = None, text: str = "") -> subproces
     environment = {**os.environ, "LC_ALL": "C"}  # messages in English: they are read here
     if folder is not None:
         environment["TMPDIR"] = str(folder)  # so that what a killed compiler leaves behind is removed with the folder
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env=environment,
-        input=text,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        umask=0o077,
-    )
+    texts: dict[str, Any] = {"input": text, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    return subprocess.run(list(map(str, command)), cwd=folder, env=environment, umask=0o077, **texts)
 
 
 def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]:
@@ -151,11 +134,10 @@ def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]
 
 
 def sources(file: str | Path) -> dict[str, str]:
-    """The file and, recursively, every header that it includes with quotes: name -> text, the file first.
+    """The file, of kernels/ or one's own, and every header that it includes with quotes: name -> text, the file first.
 
-    file: a name in kernels/ or the path of one's own. Headers are looked up beside what includes them, then in the
-    file's own folder, then in kernels/; a name is a path from the file's folder. Raises CompileError for a file that is
-    missing or no text.
+    Headers are looked up beside what includes them, then in the file's own folder, then in kernels/; a name is a path
+    from the file's folder. Raises CompileError for a file that is missing or no text.
     """
     common, path = core.kernels_dir(), Path(file)
     in_kernels = isinstance(file, str) and len(path.parts) == 1 and (common / path).is_file()
@@ -199,10 +181,8 @@ def _write(texts: Mapping[str, str], folder: Path) -> Path:
 
 
 def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> OwnText:
-    """What `entry` declares with these macros: its kernels and its variables.
-
-    Raises CompileError, and Unsupported for the first thing in the active code that only a GPU can do.
-    """
+    """What `entry` declares with these macros: its kernels and its variables. Raises CompileError, and Unsupported for
+    the first thing in the active code that only a GPU can do."""
     own = preprocessed(sources, entry, defines)
     source.refuse(own)
     return own
@@ -249,9 +229,7 @@ class Built:
     """A library of one file's kernels. path: the .so; needs: that of the simulator's C++; kernels: by name; shared:
     where its arrays lie.
 
-    variables: those of the program, __device__ and __constant__; constants: the names of the latter. lines() finds
-    source lines in `sources`.
-    """
+    variables: those of the program, __device__ and __constant__; constants: the names of the latter."""
 
     path: Path
     needs: Path
@@ -308,7 +286,6 @@ def build(
     cxx, folder = compiler(), (cache_in or core.cache_dir()).resolve()
     listed = listing(sources, entry, defines)
     wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
-
     runtime = _runtime(cxx, folder)
 
     def make(temporary: Path) -> Path:
