@@ -351,7 +351,7 @@ def step(
     The other arguments are those of `Program.launch`; it runs on one core, so that the fault is the same each time.
     Raises InputError for a `look` that is no block's number, and a Fault whose steps were not recorded. Notebooks show
     the steps with `twell_lab.course.first_kernels.widget.StepExplorer`."""
-    if not isinstance(look, int) or look < 0:
+    if isinstance(look, bool) or not isinstance(look, int) or look < 0:
         raise InputError(f"look is {look!r:.80}; the number of a block, from 0 up, is accepted")
     options["cores"] = 1
     try:
