@@ -11,7 +11,7 @@ import torch
 from twell_lab.cuda import compile as compiler
 from twell_lab.cuda.launch import Macros, Source
 from twell_lab.ops import kernels
-from twell_lab.simulator import source, toolchain
+from twell_lab.simulator import toolchain
 
 # Bytes, stores and loads together, of kernels that may spill: outside of their loops, or what does not change in one.
 MOST_SPILLED = {"smxx_train_lost": 700, "smxx_lost_weights": 3610, "smxx_weight_gradients": 128, "sm90_gate_pack": 128}
@@ -83,8 +83,8 @@ def _attributes(image: bytes, entry: str) -> tuple[int, list[int]]:
 def read(one: Source, macros: Macros) -> dict[str, str]:
     """Return the letters of each kernel's parameters, as the simulator's reader sees the source."""
     texts = {file: re.sub(r"__cluster_dims__\(.*?\)", "", text) for file, text in toolchain.sources(one.file).items()}
-    declared = source.kernels(toolchain._own_text(texts, one.file, dict(macros)))
+    declared = toolchain.preprocessed(texts, one.file, dict(macros)).kernels
     return {
-        name: "".join("p" if p.pointer else LETTERS.get(p.type, "2") for p in signature.parameters)
-        for name, signature in declared.items()
+        name: "".join("p" if p.pointer else LETTERS.get(p.type, "2") for p in parameters)
+        for name, parameters in declared.items()
     }

@@ -7,10 +7,7 @@
 
 #include "runtime.h"
 
-extern "C" SimReport* sim_launch(const SimLaunch*);
-extern "C" void* sim_make_stacks(int closed);
-extern "C" const void* sim_guard_begin();
-extern "C" void sim_guard_end();
+extern "C" SimReport* sim_launch(SimLaunch*);
 extern "C" void sim_call_pack_v2(void**);
 extern "C" void sim_call_crashes(void**);
 
@@ -30,8 +27,6 @@ int main() {
     l.grid[0] = l.grid[1] = l.grid[2] = 1, l.block[0] = 256, l.block[1] = l.block[2] = 1;
     l.workers = 2, l.watch = FAULTS | COUNTS, l.trace_block = 0, l.trace_limit = 100000, l.seconds = 60;
     l.buffers = buffers, l.n_buffers = 2;
-    void* stacks[] = {sim_make_stacks(1), sim_make_stacks(0)};
-    l.stacks = (char* const*)stacks;
     SimReport* report = sim_launch(&l);
     long reads = 0, kept = 0;
     for (int64_t i = 0; i < report->n_sites; ++i)
@@ -47,9 +42,8 @@ int main() {
     for (int which = 0; which < 5; ++which) {
         void* number[] = {&which};
         l.call = sim_call_crashes, l.arguments = number, l.watch = 0, l.trace_block = -1, l.n_buffers = 0, l.seconds = 0.3;
-        l.guard = sim_guard_begin();
+        l.guarded = 1;
         report = sim_launch(&l);
-        sim_guard_end();
         printf("crash %d: fault %d of thread %d, a path of %d\n", which, report->fault.kind, report->fault.thread,
                report->fault.path.depth);
         fflush(stdout);

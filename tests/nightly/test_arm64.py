@@ -33,12 +33,12 @@ def output_of_driver(cxx: str, folder: Path, run_with: list[str], machine: list[
     ]
     watched = ["-include", "cuda_on_cpu.h", "-DVALUE_BF16", *toolchain.KINDS["watched"]]
     (folder / "unit.cpp").write_text(f'#include "smxx_pack.cu"\n{CRASHES}SIM_EXPORT(pack_v2)\nSIM_EXPORT(crashes)\n')
-    (folder / "end.cpp").write_text(toolchain._KERNELS_END)
     subprocess.run([cxx, *common, *watched, "-c", "unit.cpp", "-o", "unit.o"], cwd=folder, check=True)
-    sources = [*map(str, sorted(toolchain.CUDA.glob("*.cpp"))), str(HERE / "arm64_driver.cpp")]
-    subprocess.run(
-        [cxx, *common, "-O2", "unit.o", "end.cpp", *sources, "-pthread", "-o", "driver"], cwd=folder, check=True
-    )
+    runtime = [*map(str, sorted(toolchain.CUDA.glob("*.cpp"))), "-fPIC", "-shared", "-Wl,-Bsymbolic"]
+    subprocess.run([cxx, *common, "-O2", *runtime, "-pthread", "-o", "libruntime.so"], cwd=folder, check=True)
+    wrap = [f"-Wl,--wrap={name}" for name in toolchain._WRAPPED]
+    linked = [str(HERE / "arm64_driver.cpp"), *wrap, "-L.", "-lruntime", "-Wl,-rpath,$ORIGIN", "-pthread"]
+    subprocess.run([cxx, *common, "-O2", "unit.o", *linked, "-o", "driver"], cwd=folder, check=True)
     done = subprocess.run([*run_with, "./driver"], cwd=folder, check=True, capture_output=True, text=True, timeout=120)
     return done.stdout
 

@@ -117,8 +117,8 @@ def test_rows_that_the_cache_does_not_keep_come_from_memory_again():
 
 def test_as_text():
     text = str(block_sum().counts).splitlines()
-    assert text[0].split() == ["requests", "accesses", "bytes", "sectors", "lines", "coalescing"]
-    assert text[1].split() == ["global", "reads", "2", "64", "256", "8", "2", "100%"]
+    assert text[0].split() == "requests accesses bytes sectors lines coalescing wavefronts bank conflicts".split()
+    assert text[1].split() == ["global", "reads", "2", "64", "256", "8", "2", "100%", "0", "0"]
     assert text[-1] == "64 threads; warps at collectives 0, at barriers 4; divergent branches 0"
 
 

@@ -78,7 +78,7 @@ def test_shared_memory_is_masked_until_it_is_written():
     assert not half.mask[:32].any() and half.mask[32:].all() and half[:32].tolist() == x[:32].tolist()
     end = trace.at(len(trace) - 1)
     assert end["y"].tolist() == (x[:32] + x[32:]).tolist()
-    assert set(end) == {"x", "y", "part"}
+    assert set(trace.arrays) == {"x", "y", "part"}
 
 
 def test_barriers_are_where_the_last_warp_arrives():
@@ -167,7 +167,7 @@ def test_of_two_writes_the_later_one_stays(toy):
 
 def test_nothing_traced_and_what_is_refused():
     empty = Trace(np.zeros(0, STEPS), np.zeros(0, LANES), {}, [], (), (32, 1, 1))
-    assert len(empty) == 0 and empty.barriers == [] and not empty.truncated and list(empty.at(-1)) == []
+    assert len(empty) == 0 and empty.barriers == [] and not empty.truncated and empty.arrays == {}
     trace = pack(2, gate()).trace
     assert not trace.truncated and trace.block_shape == (64, 1, 1)
     for call, named in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,23 +14,38 @@ from ..core import InputError
 
 ALIGNED = 512  # where a GPU's allocator begins an array: which sectors and lines an access touches depends on it
 TYPES = {
-    "float": np.float32,
-    "double": np.float64,
-    "int": np.int32,
-    "unsigned": np.uint32,
-    "unsigned int": np.uint32,
-    "short": np.int16,
-    "unsigned short": np.uint16,
-    "char": np.int8,
-    "unsigned char": np.uint8,
-    "bool": np.bool_,
-    "long": np.int64,
-    "unsigned long": np.uint64,
-    "long long": np.int64,
-    "unsigned long long": np.uint64,
-    "__half": np.float16,
-    "half": np.float16,
+    "float": "float32",
+    "double": "float64",
+    "int": "int32",
+    "unsigned": "uint32",
+    "unsigned int": "uint32",
+    "short": "int16",
+    "unsigned short": "uint16",
+    "char": "int8",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "bool": "bool",
+    "long": "int64",
+    "unsigned long": "uint64",
+    "long long": "int64",
+    "unsigned long long": "uint64",
+    "__half": "float16",
+    "half": "float16",
+    "__nv_bfloat16": "bfloat16",  # numpy lacks it
 }
+_VECTOR = re.compile(r"(u?)(char|short|int|long|longlong|float|double|__half|__nv_bfloat16)([1-4])")
+
+
+def lanes(kind: str) -> tuple[str, int]:
+    """The type of a vector's values, and their number: "float4" -> ("float", 4). Of every other type itself, and 1."""
+    if not (m := _VECTOR.fullmatch(kind)):
+        return kind, 1
+    return ("unsigned " if m[1] else "") + m[2].replace("longlong", "long long"), int(m[3])
+
+
+def itemsize(dtype: Any) -> int:
+    """The bytes of one value of an np.dtype, or of "bfloat16"."""
+    return 2 if str(dtype) == "bfloat16" else np.dtype(dtype).itemsize
 
 
 @dataclass(eq=False)
@@ -56,25 +71,19 @@ class Array:
     @property
     def itemsize(self) -> int:
         """The bytes of one value of `dtype`."""
-        return 2 if str(self.dtype) == "bfloat16" else np.dtype(self.dtype).itemsize
+        return itemsize(self.dtype)
 
 
-def fits(pointee: str, dtype: object) -> bool:
-    """Return whether an array of `dtype` (np.dtype or "bfloat16") holds what a pointer to `pointee` reads.
-
-    Integers of either sign, also for the bits of 16-bit floats; a float2 or float4 reads floats. What is not listed
-    (structs, void, integer vectors as carriers of 16 bytes) takes anything.
-    """
-    name = str(dtype)
-    if pointee.startswith("__nv_bfloat16"):
-        return name in ("bfloat16", "int16", "uint16")
-    base = pointee.rstrip("1234") if pointee.startswith(("float", "double")) else pointee
-    base = "__half" if base == "__half2" else base
-    if base not in TYPES:
+def fits(pointee: str, dtype: Any) -> bool:
+    """Return whether an array of `dtype` (np.dtype or "bfloat16") holds what a pointer to `pointee` reads: integers of
+    either sign, also for the bits of 16-bit floats; floats for a float4. Structs, void and vectors of integers, which
+    carry 16 bytes of whatever it is, take anything."""
+    base, n = lanes(pointee)
+    want, name = TYPES.get(base, ""), str(dtype)
+    if not want or (n > 1 and "int" in want):
         return True
-    want = np.dtype(TYPES[base])
-    whole = name != "bfloat16" and np.dtype(dtype).kind in "iub" and np.dtype(dtype).itemsize == want.itemsize
-    return name == want.name or (whole and want.name not in ("float32", "float64"))
+    whole = name != "bfloat16" and np.dtype(dtype).kind in "iub" and itemsize(dtype) == itemsize(want)
+    return name == want or (whole and want not in ("float32", "float64"))
 
 
 def array(kernel: str, parameter, given) -> Array:
@@ -106,14 +115,14 @@ def value(kernel: str, parameter, given, size: int) -> ctypes.Array:
     """The bytes of a number for a parameter of `size` bytes that is no pointer, or of a struct: from a ctypes
     structure, a NumPy scalar or record, or bytes, of exactly its size."""
     what = f"{parameter.name} of {kernel} is {given!r:.80};"
-    dtype: Any = np.dtype(TYPES.get(parameter.type, np.void))
-    if dtype.kind == "V" or dtype == np.float16:  # every struct
+    if "int" not in (kind := TYPES.get(parameter.type, "")) and kind not in ("bool", "float32", "float64"):
         whole = isinstance(given, (bytes, bytearray, ctypes.Structure, ctypes._SimpleCData, np.generic))
         data = (given.tobytes() if isinstance(given, np.generic) else bytes(given)) if whole else b""
         if len(data) != size or not whole:
             accepted = f"{size} bytes: a ctypes.Structure, a NumPy record or bytes of that size"
             raise InputError(f"{what} {parameter.type} takes {accepted}")
         return (ctypes.c_char * size).from_buffer_copy(data)
+    dtype = np.dtype(kind)
     given = getattr(given, "value", given)  # ctypes
     if isinstance(given, np.generic) or (isinstance(given, torch.Tensor) and given.numel() == 1):
         given = given.item()
@@ -130,16 +139,3 @@ def value(kernel: str, parameter, given, size: int) -> ctypes.Array:
 def bytes_at(address: int, nbytes: int) -> np.ndarray:
     """The bytes at an address, as an array over the memory itself."""
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8) if nbytes else np.empty(0, np.uint8)
-
-
-def groups(arrays: Iterable[Array]) -> list[list[Array]]:
-    """Joins arrays whose memory overlaps, each group from the lowest address on: in a copy they must share it, too."""
-    found: list[list[Array]] = []
-    end = 0
-    for one in sorted((one for one in arrays if one.nbytes), key=lambda one: one.begin):
-        if found and one.begin < end:
-            found[-1].append(one)
-        else:
-            found.append([one])
-        end = max(end, one.begin + one.nbytes)
-    return found

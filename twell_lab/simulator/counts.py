@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ READ, WRITE, ATOMIC, BRANCH, WARP, BARRIER = range(6)  # kinds of a site
 GLOBAL, SHARED = 1, 2  # spaces of a site
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Accesses of one sort. requests: instructions of a warp, however many of its lanes take part. accesses: lanes that
     took part, over all requests. bytes: what the lanes asked for. sectors, lines: of 32 and of 128 bytes, touched by
     each request and summed over them; global memory only. wavefronts: passes over the 32 banks, and ideal_wavefronts:
@@ -48,15 +47,14 @@ class Traffic:
         """Passes over the banks beyond those that the bytes alone would take."""
         return self.wavefronts - self.ideal_wavefronts
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Traffic)))
+    def __add__(self, other: Traffic) -> Traffic:  # type: ignore[override]  # of sums, not of tuples
+        return Traffic(*map(sum, zip(self, other, strict=True)))
 
     def scaled(self, factor: float) -> Traffic:
-        return Traffic(*(round(getattr(self, f.name) * factor) for f in fields(Traffic)))
+        return Traffic(*(round(n * factor) for n in self))
 
 
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(NamedTuple):
     """The different 32-byte sectors of one array that a launch read and wrote: each counted once, however often it was
     used. block_read_sectors: those that each block read, summed over the blocks. bytes: the array's size."""
 
@@ -91,14 +89,9 @@ _NUMBERS = {
 class Counts:
     """The counts of one launch, summed over the grid, or of one source line.
 
-    Attributes:
-        global_reads, global_writes, shared_reads, shared_writes, atomics: accesses to memory.
-        collectives: warps at a shuffle, vote or ballot.
-        barriers: warps at a block barrier.
-        divergent_branches: how often the lanes of a warp went different ways.
-        threads: of the whole grid.
-        footprints: array name -> Footprint.
-        sites, lines: the counts at each place in the code, and which source line that is.
+    collectives: warps at a shuffle, vote or ballot. barriers: warps at a block barrier. divergent_branches: how often
+    the lanes of a warp went different ways. threads: of the whole grid. footprints: by the array's name. sites, lines:
+    the counts at each place in the code, and which source line that is.
     """
 
     global_reads: Traffic = Traffic()
@@ -116,12 +109,8 @@ class Counts:
 
     @classmethod
     def of(cls, sites: np.ndarray, footprint: np.ndarray, lines: Mapping, arrays: Sequence, threads: int) -> Counts:
-        """From what the runtime recorded.
-
-        sites: a row for each place in the code (fields path, depth, kind, space and the counts), summed over the
-        grid. footprint: rows (array, read_sectors, written_sectors, block_read_sectors), array an index into `arrays`.
-        lines: the pc of each path entry -> symbols.Line.
-        """
+        """From what the runtime recorded: a row for each place in the code, and one for each of `arrays` (report.py).
+        lines: the pc of each path entry -> symbols.Line."""
         touched = {
             arrays[at].name: Footprint(read, written, block_read, arrays[at].nbytes)
             for at, read, written, block_read in footprint.tolist()
@@ -145,40 +134,37 @@ class Counts:
 
     def unique_bytes(self, array: str, way: str) -> int:
         """Bytes of the different sectors of an array: those "read", or those "written"."""
-        if array not in self.footprints or way not in ("read", "written"):
-            touched = ", ".join(self.footprints) or "none"
-            raise InputError(
-                f"got {array!r}, {way!r}; this launch touched {touched}, 'read' and 'written' are accepted"
-            )
+        if way not in ("read", "written"):
+            raise InputError(f"way is {way!r}; 'read' and 'written' are accepted")
+        self.check_touched([array], "array")
         return SECTOR * getattr(self.footprints[array], f"{way}_sectors")
+
+    def check_touched(self, names: Iterable[str], what: str) -> None:
+        """Raise InputError unless the launch touched all arrays of these names."""
+        if unknown := sorted(set(names) - set(self.footprints)):
+            touched = ", ".join(self.footprints) or "none"
+            raise InputError(f"{what} names {', '.join(map(repr, unknown))}; this launch touched {touched}")
 
     def scaled(self, factor: float, same_size: Iterable[str] = ()) -> Counts:
         """The counts of a launch `factor` times as large, where the work grows with the rows, as in all kernels here.
 
-        same_size: arrays that do not grow with the rows, such as the weights; no more of them can be touched
-        than there is. The counts by line are those of the small launch still.
-        """
+        same_size: arrays that do not grow with the rows, such as the weights; no more of them can be touched than there
+        is. The counts by line stay those of the small launch."""
         if not factor > 0:
             raise InputError(f"factor is {factor!r}; a number above 0 is accepted")
-        same_size = set(same_size)
-        if unknown := same_size - set(self.footprints):
-            raise InputError(f"same_size names {sorted(unknown)}; this launch touched {', '.join(self.footprints)}")
+        self.check_touched(same_size := set(same_size), "same_size")
         grown: dict = {name: sort.scaled(factor) for name, sort in self.traffic.items()}
         grown |= {name: round(getattr(self, name) * factor) for name in _NUMBERS}
         touched = {name: at.scaled(factor, name in same_size) for name, at in self.footprints.items()}
         return replace(self, **grown, threads=round(self.threads * factor), footprints=touched)
 
     def __repr__(self) -> str:
-        tables = []
-        for spaces, columns in (
-            (("global", "atomics"), ("requests", "accesses", "bytes", "sectors", "lines", "coalescing")),
-            (("shared",), ("requests", "accesses", "bytes", "wavefronts", "bank_conflicts")),
-        ):
-            sorts = {name: sort for name, sort in self.traffic.items() if sort.requests and name.startswith(spaces)}
-            rows = [[name.replace("_", " "), *(getattr(sort, c) for c in columns)] for name, sort in sorts.items()]
-            tables += [table(["", *(column.replace("_", " ") for column in columns)], rows)] if rows else []
+        columns = ["requests", "accesses", "bytes", "sectors", "lines", "coalescing", "wavefronts", "bank_conflicts"]
+        used = {name: sort for name, sort in self.traffic.items() if sort.requests}
+        rows = [[name.replace("_", " "), *(getattr(sort, c) for c in columns)] for name, sort in used.items()]
+        tables = [_table(["", *(column.replace("_", " ") for column in columns)], rows)]
         rows = [[name, *(self.unique_bytes(name, way) for way in ("read", "written"))] for name in self.footprints]
-        tables += [table(["array", "different bytes read", "written"], rows)] if rows else []
+        tables.append(_table(["array", "different bytes read", "written"], rows))
         tables.append(
             f"{self.threads:,} threads; warps at collectives {self.collectives:,}, at barriers "
             f"{self.barriers:,}; divergent branches {self.divergent_branches:,}"
@@ -232,26 +218,19 @@ class Prediction:
         return self.bounds[self.limit]
 
 
-def _read_again(
-    footprints: Mapping[str, Footprint], kept_bytes: float, rows: Mapping[str, np.ndarray | Sequence[float]]
-) -> float:
+def _read_again(counts: Counts, kept_bytes: float, rows: Mapping[str, np.ndarray | Sequence[float]]) -> float:
     """Sectors that come from memory once more for a block, since the L2 no longer keeps their row."""
-    if unknown := set(rows) - set(footprints):
-        raise InputError(f"rows names {sorted(unknown)}; this launch touched {', '.join(footprints)}")
-    if not rows:
-        return 0.0
-    often = {name: np.asarray(each, float) for name, each in rows.items()}
-    for name, each in often.items():
-        if each.ndim != 1 or not (np.isfinite(each) & (each >= 0)).all() or not each.sum() > 0:
-            raise InputError(f"rows[{name!r}] is {each}; finite numbers from 0 up, not all 0, are accepted")
-    shares = {name: each / each.sum() for name, each in often.items()}
-    share = np.concatenate([*shares.values()])
-    array = np.repeat(np.arange(len(shares)), [len(each) for each in shares.values()])
-    size = np.array([footprints[name].bytes / len(each) for name, each in shares.items()])[array]
+    counts.check_touched(rows, "rows")
+    all_rows = []  # (share of its array's reads, bytes, sectors that would come again) of each row of each array
+    for name, reads in rows.items():
+        often, of = np.asarray(reads, float), counts.footprints[name]
+        if often.ndim != 1 or not (np.isfinite(often) & (often >= 0)).all() or not often.sum() > 0:
+            raise InputError(f"rows[{name!r}] is {often}; finite numbers from 0 up, not all 0, are accepted")
+        share, asked = often / often.sum(), max(0, of.block_read_sectors - of.read_sectors)
+        all_rows += [np.stack([share, np.full(len(share), of.bytes / len(share)), share * asked])]
+    share, size, again = np.concatenate([np.empty((3, 0)), *all_rows], 1)
     order = np.argsort(-share, kind="stable")
-    lost = order[np.cumsum(size[order]) > kept_bytes]
-    asked = np.array([max(0, footprints[name].block_read_sectors - footprints[name].read_sectors) for name in shares])
-    return float((share[lost] * asked[array[lost]]).sum())
+    return float(again[order[np.cumsum(size[order]) > kept_bytes]].sum())
 
 
 def predicted_time(
@@ -263,29 +242,25 @@ def predicted_time(
     the L2 does not keep (Gpu.kept_bytes) come from memory for each block that reads them. Raises InputError for an
     array that was not touched, and for what cannot be such numbers.
 
-    "device memory": every different sector once, read and written, and those rows again. "L2 cache": the
-    different sectors that each block reads, as if the L1 cache kept them until the block ends, and the sectors
-    of every write, which it passes on. "L1 cache": each 128-byte line of each request, and each pass over the
-    banks of shared memory, takes its multiprocessor a cycle. (The counters of an H100 confirm the last for one
-    thread a tile: pack_v1 keeps that part of the multiprocessors busy 99% of their time, and 4 of 5 sectors
-    never get to the L2.)
-    """
+    "device memory": every different sector once, read and written, and those rows again. "L2 cache": the different
+    sectors that each block reads, as if the L1 cache kept them until the block ends, and the sectors of every write,
+    which it passes on. "L1 cache": each 128-byte line of each request, and each pass over the banks of shared memory,
+    takes its multiprocessor a cycle. (The counters of an H100 confirm the last: pack_v1 keeps that part busy 99% of its
+    time, and 4 of 5 sectors never get to the L2.)"""
     unique = sum(at.read_sectors + at.written_sectors for at in counts.footprints.values())
-    again = _read_again(counts.footprints, gpu.kept_bytes, rows)
+    again = _read_again(counts, gpu.kept_bytes, rows)
     passed_on = sum(at.block_read_sectors for at in counts.footprints.values())
     passed_on += counts.global_writes.sectors + counts.atomics.sectors
     looked_up = sum(sort.lines + sort.wavefronts for sort in counts.traffic.values())
-    return Prediction(
-        gpu,
-        {
-            "device memory": SECTOR * (unique + again) / gpu.memory_bytes_per_s,
-            "L2 cache": SECTOR * passed_on / gpu.l2_bytes_per_s,
-            "L1 cache": looked_up / (gpu.multiprocessors * gpu.clock_hz),
-        },
-    )
+    bounds = {
+        "device memory": SECTOR * (unique + again) / gpu.memory_bytes_per_s,
+        "L2 cache": SECTOR * passed_on / gpu.l2_bytes_per_s,
+        "L1 cache": looked_up / (gpu.multiprocessors * gpu.clock_hz),
+    }
+    return Prediction(gpu, bounds)
 
 
-def table(head: list[str], rows: list[list]) -> str:
+def _table(head: list[str], rows: list[list]) -> str:
     """A table as text: the first column to the left, the others to the right, shares as percentages."""
 
     def shown(value) -> str:
@@ -295,9 +270,7 @@ def table(head: list[str], rows: list[list]) -> str:
 
     cells = [head, *([shown(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in cells
-    ]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells)
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
@@ -306,7 +279,7 @@ def _sums(sites: np.ndarray) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (kind, space) in _SORTS.items():
         chosen = sites[(sites["kind"] == kind) & ((sites["space"] == space) | (space is None))]
-        found[name] = Traffic(*(int(chosen[f.name].sum()) for f in fields(Traffic)))
+        found[name] = Traffic(*(int(chosen[field].sum()) for field in Traffic._fields))
     for name, (kind, summed) in _NUMBERS.items():
         found[name] = int(sites[summed][sites["kind"] == kind].sum())
     return found

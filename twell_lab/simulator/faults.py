@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..core import TwellError
 
 if TYPE_CHECKING:
+    from .symbols import Line
     from .trace import Trace
 
 
@@ -17,21 +18,26 @@ class Unsupported(TwellError, RuntimeError):
 class Fault(TwellError, RuntimeError):
     """A kernel did something undefined. The launch was stopped there; if it was watched, no array was changed.
 
-    kernel, block (its number in the grid), thread (its number in the block); line: where it stands (file, number, text,
-    function), None if the compiler kept no trace of it; path: the calls that lead there from the kernel, outermost
-    first. Faults between two threads also have other_thread, other_block and other_line. trace: the steps of the block
-    up to the fault, if they were kept (`simulator.step`)."""
+    kernel, block (its number in the grid), thread (its number in the block); path: the calls that lead there from the
+    kernel, outermost first, and line, the last of them (file, number, text, function), None if the compiler kept no
+    trace. Of two threads also other_thread, other_block and other_line. array, element: where it is one. trace: the
+    steps of the block up to the fault, if they were kept (`simulator.step`)."""
 
     trace: Trace | None = None
+    kernel: str
+    block: int
+    thread: int
+    path: list[Line]
+    array: str | None = None
+    element: int | None = None
+    other_thread: int | None = None
+    other_block: int | None = None
+    other_line: Line | None = None
 
     def __init__(self, message: str, **facts) -> None:
         super().__init__(message)
-        self.kernel, self.block, self.thread = facts["kernel"], facts["block"], facts["thread"]
-        self.path = facts["path"]
+        vars(self).update(facts)
         self.line = self.path[-1] if self.path else None
-        self.array, self.element = facts.get("array"), facts.get("element")
-        self.other_thread, self.other_block = facts.get("other_thread"), facts.get("other_block")
-        self.other_line = facts.get("other_line")
 
 
 class OutOfBounds(Fault):

@@ -9,12 +9,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def compile(file: str | Path, defines: Mapping[str, object] = {}) -> Program:
 
 
 class Program:
-    """What `compile` returns. `.kernels`: name -> Signature of each kernel of the file."""
+    """What `compile` returns. `.kernels`: name -> the Parameters of each kernel of the file."""
 
     def __init__(self, file: str | Path, defines: dict[str, object]) -> None:
         self.file, self.defines = Path(file).name, defines
@@ -86,19 +85,15 @@ class Program:
         """Run a kernel for every thread of grid x block; arrays are changed in place, as on a GPU.
 
         Args:
-            kernel: its name.
             grid, block: one to three sizes each; a block has at most 1,024 threads.
             arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
             watch: "faults" checks every access. "counts" also counts them (Run.counts). None runs optimised code and
-                finds only what makes a kernel stop: threads that wait for each other for ever, a division by zero, too
-                little memory for a thread's own arrays, an address without memory, a wrong free, a call that would end
-                the process. An access out of bounds may then damage this process, as anywhere in C++. "address" is for
-                processes that were started with AddressSanitizer's runtime, which ends them at such an access.
-            trace: number of a block whose steps are kept (Run.trace).
+                finds only what makes a kernel stop; an access out of bounds may then damage this process, as anywhere
+                in C++. "address" is for processes that were started with AddressSanitizer's runtime.
+            trace: number of a block whose steps are kept (Run.trace), at most `steps` of them.
             values: expressions whose values are kept among the steps, each after a source line:
                 {"smxx_pack.cu:69": "count"}, or with the text of the line instead of its number.
             shared_bytes: size of an `extern __shared__` array.
-            steps: the most steps that a trace keeps.
             seconds: how long the launch may take at most.
             cores: how many blocks run at a time; all cores by default.
 
@@ -117,106 +112,56 @@ class Program:
         blocks = math.prod(grid)
         if trace is not None and not 0 <= trace < blocks:
             raise InputError(f"trace is {trace}; a block number from 0 to {blocks - 1} is accepted")
-        sources, names = source.with_watches(self.sources, dict(values or {}))
+        if cores is not None and cores < 1:
+            raise InputError(f"cores is {cores}; at least 1 is accepted")
         if watch == "address" and not hasattr(ctypes.CDLL(None), "__asan_default_options"):
             raise InputError("watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so")
+        sources, names = source.with_watches(self.sources, dict(values or {}))
         watched = watch in ("faults", "counts") or trace is not None
         kind = "watched" if watched else watch or "fast"
         built = _built(kind, self.file, tuple(sorted(sources.items())), tuple(sorted(self.defines.items())))
-        call = _Call(built, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes)
         flags = (raw.WATCH_FAULTS if watched else 0) | (raw.WATCH_COUNTS if watch == "counts" else 0)
-        options = {"watch": flags, "trace": -1 if trace is None else trace, "steps": steps, "seconds": seconds}
-        if cores is not None and cores < 1:
-            raise InputError(f"cores is {cores}; at least 1 is accepted")
-        workers = cores or len(os.sched_getaffinity(0))
+        asked = {"watch": flags, "trace_block": -1 if trace is None else trace, "trace_limit": steps}
+        call = _Call(built, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes, asked, names)
+        workers = min(cores or len(os.sched_getaffinity(0)), blocks)
         if not watched:
-            return call.run(workers, names, **options)
+            return call.run(workers, seconds)
         with call.arrays_apart():
-            if min(workers, blocks) == 1:
-                return call.run(1, names, **options)
             start = time.perf_counter()
             try:
-                return call.run(workers, names, **options)
-            except faults.TooLong:
-                raise
+                return call.run(workers, seconds)
             except faults.Fault as fault:
+                if workers == 1 or isinstance(fault, faults.TooLong):
+                    raise
                 met = fault
             # On several cores it is chance which of several faults is met first. On one core it is always the same, so
             # the launch is repeated there, if there is time left.
             call.reset_arrays()
             with suppress(faults.TooLong):
-                call.run(1, names, **{**options, "seconds": seconds - (time.perf_counter() - start)})
+                call.run(1, seconds - (time.perf_counter() - start))
             raise met  # on one core it was not met, or not in time
 
 
 # ---- in the library ----
 
-# Stacks for the threads of a block, one address for each worker, which the libraries of this process use in turn. Their
-# lower ends are closed, so that a thread that needs too much memory is stopped. On Linux before 6.13 that splits the
-# memory of one worker into 2,048 mappings, and a process may have 65,530 of them: only the first get closed ends.
-_CLOSED = 8
-_stacks: list[int] = []
-_stack_numbers = count()
-# The library whose signal handlers serve all: the one that was launched first.
-_first: dict[None, Any] = {}
-_taking, _building = threading.Lock(), threading.Lock()
-
-
-@contextmanager
-def _stacks_for(workers: int, make) -> Iterator[list[int]]:
-    taken: list[int] = []
-    try:
-        with _taking:
-            for _ in range(workers):
-                taken.append(_stacks.pop() if _stacks else make(next(_stack_numbers) < _CLOSED) or 0)
-        if not all(taken):
-            raise MemoryError("no memory for the stacks of a block's threads")
-        yield taken
-    finally:
-        with _taking:
-            _stacks.extend(filter(None, reversed(taken)))
-
-
-def _run(built: toolchain.Built, launch):
-    """The report of a launch, with the handlers installed that turn a crash of a kernel into a fault."""
-    handle = built.handle
-    with _stacks_for(launch.workers, handle.sim_make_stacks) as taken:
-        stacks = (ctypes.c_void_p * launch.workers)(*taken)
-        launch.stacks = ctypes.addressof(stacks)
-        if built.kind == "address":  # AddressSanitizer reports crashes by itself
-            return handle.sim_launch(ctypes.byref(launch))
-        handlers = _first.setdefault(None, handle)
-        launch.guard = handlers.sim_guard_begin()
-        try:
-            return handle.sim_launch(ctypes.byref(launch))
-        finally:
-            if launch.guard:
-                handlers.sim_guard_end()
+_building = threading.Lock()
 
 
 def _interruptible(built: toolchain.Built, launch):
     """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it within a few moments."""
     if threading.current_thread() is not threading.main_thread():
-        return _run(built, launch)
-    done: Future = Future()
-
-    def report():
-        try:
-            done.set_result(_run(built, launch))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=report, daemon=True).start()
+        return built.runtime.sim_launch(ctypes.byref(launch))
+    pool = ThreadPoolExecutor(1)
+    done = pool.submit(built.runtime.sim_launch, ctypes.byref(launch))
+    pool.shutdown(wait=False)
     try:
-        while not wait([done], 0.1).done:
-            pass
+        return done.result()
     except BaseException:  # raised by a signal handler, as KeyboardInterrupt is
         launch.cancel = 1
         # Nobody waits for the report any more: free it here, also where it comes later.
-        done.add_done_callback(lambda it: it.exception() or built.handle.sim_free(it.result()))
+        done.add_done_callback(lambda it: built.runtime.sim_free(it.result()))
         wait([done], 5)
         raise
-    return done.result()
 
 
 @lru_cache(maxsize=512)
@@ -228,8 +173,9 @@ def _built(kind: str, file: str, sources: tuple, defines: tuple) -> toolchain.Bu
 class _Call:
     """One launch: arguments as the C++ side takes them, and what comes back."""
 
-    def __init__(self, built, kernel, grid, block, signature, arguments, shared_bytes) -> None:
+    def __init__(self, built, kernel, grid, block, parameters, arguments, shared_bytes, asked, names) -> None:
         self.built, self.kernel, self.grid, self.block = built, kernel, grid, block
+        self.asked, self.names = asked, names  # what to watch, as fields of Launch; the watched expressions
         # In this library the shared arrays of all kernels lie side by side; on a GPU a launch has its own alone.
         others = set(built.kernels) - {kernel}
         own = [s for s in built.shared if s.function not in others]
@@ -250,51 +196,46 @@ class _Call:
         own = [replace(s, name=f"{s.function}::{s.name}") if names.count(s.name) > 1 else s for s in own]
         sizes = built.sizes(kernel)
         if len(arguments) != len(sizes):
-            names = [p.name for p in signature.parameters]
+            names = [p.name for p in parameters]
             raise InputError(f"{kernel} takes {len(sizes)} arguments ({', '.join(names)}); {len(arguments)} were given")
         # A kernel gets a copy of a read-only array, which thus stays as it is.
         arguments = [a.copy() if isinstance(a, np.ndarray) and not a.flags.writeable else a for a in arguments]
         self.given = arguments  # as long as a launch may run
-        self.nulls: list[str] = []
         self.values: list[Any] = []
-        self.arrays: list[args.Array] = []
-        self.written: list[args.Array] = []
-        for parameter, argument, size in zip(signature.parameters, arguments, sizes):
+        for parameter, argument, size in zip(parameters, arguments, sizes):
             if not parameter.pointer:
                 self.values.append(args.value(kernel, parameter, argument, size))
-            elif argument is None:
-                self.values.append(ctypes.c_void_p(0))
-                self.nulls.append(parameter.name)
             else:
-                self.values.append(args.array(kernel, parameter, argument))
-                self.arrays.append(self.values[-1])
-                self.written += self.arrays[-1:] * (not parameter.const)
-        base = built.handle.sim_base()
+                null = argument is None
+                self.values.append(ctypes.c_void_p(0) if null else args.array(kernel, parameter, argument))
+        of = list(zip(parameters, self.values))
+        self.nulls = [p.name for p, given in of if isinstance(given, ctypes.c_void_p)]
+        self.arrays = [given for _, given in of if isinstance(given, args.Array)]
+        self.written = [given for p, given in of if isinstance(given, args.Array) and not p.const]
+        self.call = ctypes.cast(getattr(built.handle, f"sim_call_{kernel}"), ctypes.c_void_p)
+        base = built.runtime.sim_base(self.call)
         self.variables = [v.array(base) for v in built.variables]
         self.buffers = self.arrays + self.variables
         self.shared = [s.array() for s in own]
-        # (the memory as it was given, where a watched launch has its copy) of what is copied as one.
+        # Of each array: the memory as it was given, and where a watched launch has its copy.
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []
 
     @contextmanager
     def arrays_apart(self) -> Iterator[None]:
-        """A context with copies that lie far apart: an access past the end of one array never meets another array."""
+        """A context with copies that lie far apart: an access past the end of one array never meets another array.
+        Arrays that share memory still do."""
         self.before = [args.bytes_at(v.begin, v.nbytes).copy() for v in self.variables]
-        room = sum(a.nbytes + 2 * args.ALIGNED + _GAP for a in self.arrays) + _GAP
-        self.room = np.empty(room, np.uint8)
-        at = self.room.ctypes.data
-        for a in self.arrays:
-            if not a.nbytes:
-                a.begin = at + _GAP // 2  # no access is inside
-        for group in args.groups(self.arrays):
-            begin = group[0].begin
-            nbytes = max(a.begin + a.nbytes for a in group) - begin
-            at += _GAP
-            at += -at % args.ALIGNED + group[0].phase
-            self.copies.append((args.bytes_at(begin, nbytes), args.bytes_at(at, nbytes)))
-            for a in group:
-                a.begin += at - begin
-            at += nbytes
+        self.room = np.empty(sum(a.nbytes + 2 * args.ALIGNED + _GAP for a in self.arrays) + _GAP, np.uint8)
+        at, end, away = self.room.ctypes.data, 0, 0
+        for a in sorted(self.arrays, key=lambda a: (a.begin, a.nbytes)):
+            if a.begin >= end:  # no array before reaches into this one
+                at += _GAP
+                at += -at % args.ALIGNED + a.phase
+                away = at - a.begin
+            end = max(end, a.begin + a.nbytes)
+            at = end + away
+            self.copies.append((args.bytes_at(a.begin, a.nbytes), args.bytes_at(a.begin + away, a.nbytes)))
+            a.begin += away
         self.reset_arrays()
         try:
             yield
@@ -319,23 +260,22 @@ class _Call:
         overlaps = (a.begin < end and buffer.begin < a.begin + a.nbytes for a in self.written)
         return raw.ANY_USE if any(overlaps) else raw.WRITES_UNLIKELY
 
-    def run(self, workers: int, names, *, watch: int, trace: int, steps: int, seconds: float) -> Run:
+    def run(self, workers: int, seconds: float) -> Run:
         values = [ctypes.c_void_p(v.begin) if isinstance(v, args.Array) else v for v in self.values]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         buffers = (raw.Buffer * len(self.buffers))(*((a.begin, a.nbytes, self._kind(a)) for a in self.buffers))
         shared = (raw.Shared * len(self.shared))(*((s.begin, s.nbytes) for s in self.shared))
-        for a in self.buffers if trace >= 0 else ():
+        for a in self.buffers if self.asked["trace_block"] >= 0 else ():
             a.before = args.bytes_at(a.begin, a.nbytes).copy()
         launch = raw.Launch(
-            call=ctypes.cast(getattr(self.built.handle, f"sim_call_{self.kernel}"), ctypes.c_void_p).value,
+            call=self.call.value,
+            guarded=self.built.kind != "address",  # AddressSanitizer reports crashes by itself
             arguments=ctypes.addressof(addresses),
             grid=self.grid,
             block=self.block,
-            workers=min(workers, math.prod(self.grid)),
-            watch=watch,
-            trace_block=trace,
-            trace_limit=steps,
+            workers=workers,
             seconds=seconds,
+            **self.asked,
             buffers=ctypes.addressof(buffers),
             shared=ctypes.addressof(shared),
             n_buffers=len(buffers),
@@ -347,22 +287,24 @@ class _Call:
         start = time.perf_counter()
         report = _interruptible(self.built, launch)
         took = time.perf_counter() - start
+        if not report:
+            raise MemoryError("no memory for the stacks of a block's threads")
         try:
-            return self._result(report.contents, took, names, watch, trace)
+            return self._result(report.contents, took)
         finally:
-            self.built.handle.sim_free(report)
+            self.built.runtime.sim_free(report)
 
-    def _result(self, report, took: float, names, watch: int, trace: int) -> Run:
+    def _result(self, report, took: float) -> Run:
         counts = steps = None
-        arrays = self.buffers + self.shared
-        if watch & raw.WATCH_COUNTS and not report.fault.kind:
+        arrays, trace = self.buffers + self.shared, self.asked["trace_block"]
+        if self.asked["watch"] & raw.WATCH_COUNTS and not report.fault.kind:
             footprint = raw.table(report, "footprint", raw.FOOTPRINT)
             sites, lines = self._resolved(raw.table(report, "sites", raw.SITES))
             counts = Counts.of(sites, footprint, lines, arrays, math.prod(self.grid + self.block))
         if trace >= 0:
             table, lines = self._resolved(raw.table(report, "steps", raw.STEPS))
             lanes, cut = raw.table(report, "lanes", raw.LANES), bool(report.truncated)
-            steps = Trace(table, lanes, lines, arrays, names, self.block, truncated=cut)
+            steps = Trace(table, lanes, lines, arrays, self.names, self.block, truncated=cut)
         if report.fault.kind:
             fault = raw.exception(report.fault, self.kernel, self.grid, self.block, self._lines_of, arrays, self.nulls)
             if steps is not None and fault.block == trace:
@@ -407,9 +349,8 @@ def step(
     of the block `look`.
 
     The other arguments are those of `Program.launch`; it runs on one core, so that the fault is the same each time.
-    Raises InputError for a `look` that is no block's number, and a Fault whose steps were not recorded.
-    Notebooks show the steps with `twell_lab.course.first_kernels.widget.StepExplorer`.
-    """
+    Raises InputError for a `look` that is no block's number, and a Fault whose steps were not recorded. Notebooks show
+    the steps with `twell_lab.course.first_kernels.widget.StepExplorer`."""
     if isinstance(look, bool) or not isinstance(look, int) or look < 0:
         raise InputError(f"look is {look!r:.80}; the number of a block, from 0 up, is accepted")
     options["cores"] = 1
@@ -444,9 +385,7 @@ def watching(
     Run of each launch is added to.
 
     watch, trace, values, cores: as for `Program.launch`. replace: {"smxx_pack.cu": "my_pack.cu"} runs your own file
-    instead of the one in kernels/. Raises InputError for another `watch`."""
-    if watch not in WATCHES:
-        raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
+    instead of the one in kernels/."""
     runs: list[Run] = []
     token = _session.set(({"watch": watch, "trace": trace, "values": values, "cores": cores}, replace or {}, runs))
     try:

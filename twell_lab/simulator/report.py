@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -43,14 +44,14 @@ Shared = _structure("shared", "u64 offset bytes")
 Launch = _structure(
     "launch",
     "address call arguments; xyz grid block; u32 workers watch; i64 trace_block trace_limit; f64 seconds;"
-    "address buffers shared; i32 n_buffers n_shared; u64 thread_local_bytes; address stacks; i32 cancel; address guard",
+    "address buffers shared; i32 n_buffers n_shared; u64 thread_local_bytes; i32 cancel guarded",
 )
 _structure("path", "pc pc; i32 depth pad")
 _TYPES["waiting"] = ctypes.POINTER(_structure("waiting", "i32 thread kind; path path"))
 Fault = _structure(
     "fault",
     "i32 kind thread other_thread is_write other_is_write pad; u64 size; i64 block other_block;"
-    "u64 address lane_or_mask; i64 shared_offset; text text; path path other_path; waiting waiting; i64 n_waiting",
+    "u64 address; i64 lane_or_mask shared_offset; text text; path path other_path; waiting waiting; i64 n_waiting",
 )
 Report = _structure(
     "report",
@@ -66,7 +67,7 @@ SITES, FOOTPRINT, STEPS, LANES = map(
             "i64 requests accesses bytes sectors lines wavefronts ideal_wavefronts divergent",
         ),
         _structure("footprint", "i64 array read_sectors written_sectors block_read_sectors"),
-        _structure("steps", "i32 warp kind space size; pc path; i32 depth pad; i64 first; i32 lanes name"),
+        _structure("steps", "i32 warp kind space size; pc path; i32 depth pad lanes name"),
         _structure("lanes", "i32 thread array; i64 offset; value value"),
     ),
 )
@@ -80,46 +81,31 @@ def table(report: Any, name: str, dtype: np.dtype) -> np.ndarray:
 
 # ---- a fault in words ----
 
-# By the numbers of FaultKind in runtime.h: the exception, what the kernel does, and what would be right.
-_SAID: dict[int, tuple] = {
-    1: (faults.OutOfBounds, " {does} {bytes} out of bounds: {place}"),
-    2: (faults.Misaligned, " {does} {size} bytes at once at {place}, whose address is no multiple of {size}"),
-    3: (faults.MismatchedBarrier, ": {who} wait for each other at different places\n{waiting}", "{rule}"),
-    4: (faults.SharedRace, " has a race on shared memory: one thread {does} {place}", "with no {barrier}{flag}"),
-    5: (faults.GlobalRace, " has a race: one thread {does} {place}", "and {order}{flag}"),
-    6: (faults.UninitialisedRead, " reads {place}, which no thread of the block has written"),
-    7: (
-        faults.WarpFault,
-        " shuffles from lane {value}, which takes no part in it: it has left the kernel, went another way or is not "
-        "named in the mask",
-    ),
-    8: (
-        faults.WarpFault,
-        " calls a warp-wide operation with mask {value:#010x}, which leaves out the caller, lane {lane}",
-    ),
-    9: (faults.AssertionFault, " failed {text}"),
-    10: (faults.TooLong, " took longer than it was allowed; is there a loop that never ends?"),
-    11: (faults.DivisionByZero, " divides a whole number by zero, or the least one by -1"),
-    12: (
-        faults.StackOverflow,
-        " needs more memory for the arrays and calls of one thread than a thread has; a GPU gives it at most 512 KiB",
-    ),
-    13: (faults.BrokenHeap, " breaks the memory of malloc and new: {text}"),
-    14: (faults.ProcessEnd, " would end this process with {text}; a GPU's code has no such call"),
-    15: (faults.ConstantWrite, " {does} {place}, which is __constant__: nobody writes it"),
-    16: (
-        faults.WarpFault,
-        " lets lanes of one warp meet in a warp-wide operation that they call at different places",
-        "every lane that the mask names must come to the same call",
-    ),
-    17: (
-        faults.WarpFault,
-        " calls a warp-wide operation with mask {low:#010x}, and another lane with {high:#010x}",
-        "every lane that the masks name must give the same mask",
-    ),
-    18: (faults.WarpFault, " shuffles with width {signed}; 1, 2, 4, 8, 16 and 32 are accepted"),
-}
-_BARRIER, _SHARED_RACE, _GLOBAL_RACE, _BROKEN_HEAP, _OUT_OF_BOUNDS = 3, 4, 5, 13, 1
+# In the order of FaultKind in runtime.h: the exception, what the kernel does and, behind a |, what would be right.
+_SAID = """
+OutOfBounds {does} {bytes} out of bounds: {place}
+Misaligned {does} {size} bytes at once at {place}, whose address is no multiple of {size}
+MismatchedBarrier: {who} wait for each other at different places{waiting}|{rule}
+SharedRace has a race on shared memory: one thread {does} {place}|with no {barrier}{flag}
+GlobalRace has a race: one thread {does} {place}|and {order}{flag}
+UninitialisedRead reads {place}, which no thread of the block has written
+WarpFault shuffles from lane {value}, which takes no part in it: it has left the kernel, went another way or is not \
+named in the mask
+WarpFault calls a warp-wide operation with mask {value:#010x}, which leaves out the caller, lane {lane}
+AssertionFault failed {text}
+TooLong took longer than it was allowed; is there a loop that never ends?
+DivisionByZero divides a whole number by zero, or the least one by -1
+StackOverflow needs more memory for the arrays and calls of one thread than a thread has; a GPU gives it at most 512 KiB
+BrokenHeap breaks the memory of malloc and new: {text}
+ProcessEnd would end this process with {text}; a GPU's code has no such call
+ConstantWrite {does} {place}, which is __constant__: nobody writes it
+WarpFault lets lanes of one warp meet in a warp-wide operation that they call at different places|every lane that the \
+mask names must come to the same call
+WarpFault calls a warp-wide operation with mask {low:#010x}, and another lane with {high:#010x}|every lane that the \
+masks name must give the same mask
+WarpFault shuffles with width {value}; 1, 2, 4, 8, 16 and 32 are accepted
+""".split("\n")
+_OUT_OF_BOUNDS, _BARRIER, _GLOBAL_RACE, _BROKEN_HEAP = 1, 3, 5, 13
 _OF_TWO = (4, 5, 16, 17)  # kinds that another thread has a part in
 _DOES = {0: "reads", 1: "writes", 2: "changes atomically"}
 _FLAG = (
@@ -175,21 +161,20 @@ def exception(
 ) -> faults.Fault:
     """A fault of one launch in words. lines_of: path -> list of Lines. arrays: what it could touch. nulls: the names of
     the arguments given as None."""
-    kind, what, *hints = _SAID[fault.kind]
-    path = lines_of(fault.path)
+    what, *hints = _SAID[fault.kind].split("|")
+    kind = getattr(faults, re.match(r"\w+", what)[0])
+    what = what.removeprefix(kind.__name__)
+    path, value, text = lines_of(fault.path), fault.lane_or_mask, (fault.text or b"").decode()
     facts = {"kernel": kernel, "block": fault.block, "thread": fault.thread, "path": path}
-    two = fault.kind in _OF_TWO
-    text = fault.text.decode() if fault.text else ""
     near = fault.thread // 32 == fault.other_thread // 32
     said = {
         "does": _DOES.get(fault.is_write, "uses"),
         "bytes": f"{fault.size:,} bytes" if fault.size else "memory",  # of a crash, the address alone is known
         "size": fault.size,
         "text": text,
-        "value": fault.lane_or_mask,
-        "signed": fault.lane_or_mask - (fault.lane_or_mask >> 63 << 64),
-        "low": fault.lane_or_mask & 0xFFFFFFFF,
-        "high": fault.lane_or_mask >> 32,
+        "value": value,
+        "low": value & 0xFFFFFFFF,
+        "high": value >> 32 & 0xFFFFFFFF,
         "lane": fault.thread % 32,
         "barrier": "barrier in between that both come to: __syncwarp() would do, they are of one warp"
         if near
@@ -199,17 +184,21 @@ def exception(
         else "the order of blocks is not defined (also where both write the same value)",
         "flag": _FLAG if 2 in (fault.is_write, fault.other_is_write) else "",
     }
-    if fault.kind == _OUT_OF_BOUNDS and text:  # the compiler's own check
-        what = _index(said["signed"], text, path, arrays, facts)
+    if fault.kind == _OUT_OF_BOUNDS and text:  # the compiler's own check of an index: of which array, its type says
+        line, of = path[-1].text if path else "", text.strip("'").replace(" [", "[", 1)
+        array = next((a for a in arrays if a.space == "shared" and f"{a.name}[" in line), None)
+        facts["array"] = array and array.name
+        facts["element"] = value if array and array.words.endswith(of[of.index("[") :]) else None
+        what = f" goes out of bounds: index {value:,} of {array.name if array else 'an array'}, {of}"
     elif "{place}" in what or (fault.kind == _BROKEN_HEAP and fault.size):
         said["place"], facts["array"], facts["element"] = _place(fault, arrays, nulls)
         what += ": {place}" if fault.kind == _BROKEN_HEAP else ""
-    size = f"(grid {_size(grid)}, block {_size(block)})"
-    lines = [*_calls(path), f"  by thread {fault.thread} of block {fault.block} {size}"]
+    size = f"of block {fault.block} (grid {_size(grid)}, block {_size(block)})"
+    lines = [*_calls(path), f"  by thread {fault.thread} {size}"]
     if fault.kind == _BARRIER:
         said |= _met(fault, lines_of, math.prod(block))
-        lines = [f"  in block {fault.block} {size}"]
-    if two:
+        lines = [size.replace("of", "  in", 1)]
+    if fault.kind in _OF_TWO:
         other = lines_of(fault.other_path)
         facts |= {"other_thread": fault.other_thread, "other_block": fault.other_block}
         facts["other_line"] = other[-1] if other else None
@@ -219,16 +208,6 @@ def exception(
     return kind("\n".join([kernel + what.format(**said), *lines, *(hint.format(**said) for hint in hints)]), **facts)
 
 
-def _index(index: int, kind: str, path: list, arrays: Sequence[Array], facts: dict) -> str:
-    """What a compiler's check of an index says. kind: the type of the array, as "float [4]"."""
-    kind = kind.strip("'").replace(" [", "[", 1)
-    line = path[-1].text if path else ""
-    shared = (a for a in arrays if a.space == "shared" and f"{a.name}[" in line)
-    array, words = next(((a.name, a.words) for a in shared), (None, ""))
-    facts["array"], facts["element"] = array, index if words.endswith(kind[kind.index("[") :]) else None
-    return f" goes out of bounds: index {index:,} of {array or 'an array'}, {kind}"
-
-
 def _met(fault: Any, lines_of: Callable, threads: int) -> dict[str, str]:
     """Who waits where, in words, of threads that do not meet."""
     places: dict[str, list[int]] = {}
@@ -236,14 +215,14 @@ def _met(fault: Any, lines_of: Callable, threads: int) -> dict[str, str]:
         line = (lines_of(waiting.path) or [None])[-1]
         where = f"{line.file}:{line.number}: {line.text}" if line else "?"
         places.setdefault(f"{_WAITS[waiting.kind]} at {where}", []).append(waiting.thread)
-    words = [f"  {_span(numbers)}: {where}" for where, numbers in places.items()]
+    words = [f"\n  {_span(numbers)}: {where}" for where, numbers in places.items()]
     if left := threads - fault.n_waiting:
-        words.append(f"  {left} threads have left the kernel")
-    who, they = "the threads of a block", "every thread of the block must come to the same __syncthreads()"
-    rule = f"{they} the same number of times"
+        words.append(f"\n  {left} threads have left the kernel")
+    who = "the threads of a block"
+    rule = "every thread of the block must come to the same __syncthreads() the same number of times"
     if not any("__syncthreads" in where for where in places):
         who, rule = "the lanes of a warp", "every lane that the mask names must come to the same warp-wide operation"
-    return {"who": who, "rule": rule, "waiting": "\n".join(words)}
+    return {"who": who, "rule": rule, "waiting": "".join(words)}
 
 
 def _calls(path: list) -> list[str]:
@@ -263,9 +242,8 @@ def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 def _span(numbers: list[int]) -> str:
     """ "threads 0-31, 64" """
-    spans = runs(sorted(numbers))
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:6]) + (", ..." if len(spans) > 6 else "")
-    return f"thread{'s' if len(numbers) > 1 else ''} {text}"
+    spans = [str(a) if a == b else f"{a}-{b}" for a, b in runs(sorted(numbers))]
+    return f"thread{'s' * (len(numbers) > 1)} {', '.join([*spans[:6], *['...'] * (len(spans) > 6)])}"
 
 
 def _size(size: Sequence[int]) -> str:

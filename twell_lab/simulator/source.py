@@ -7,28 +7,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from itertools import accumulate
 from os.path import normpath
-
-import numpy as np
+from typing import NamedTuple
 
 from ..core import InputError
 from .arguments import TYPES
 from .faults import Unsupported
-
-# Bytes of the types whose names are the end of a typedef chain. "int" is left out of a name wherever another
-# word says the size or the sign.
-SIZES = {name: np.dtype(kind).itemsize for name, kind in TYPES.items()}
-SIZES |= {"signed char": 1, "__nv_bfloat16": 2, "__half2": 4, "__nv_bfloat162": 4}
-SIZES |= {
-    f"{unsigned}{name}{n}": SIZES[of] * n
-    for n in (1, 2, 3, 4)
-    for name, of in {**{t: t for t in ("char", "short", "int", "float", "double")}, "longlong": "long long"}.items()
-    for unsigned in (("u", "") if name not in ("float", "double") else ("",))
-}
 
 _COMMENT_OR_STRING = re.compile(
     r'R"([^\s()\\]{0,16})\((?:.|\n)*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\''
@@ -37,10 +24,11 @@ _COMMENT_OR_STRING = re.compile(
 _MARKER = re.compile(r'#\s*(?:line\s+)?(\d+)\s+"((?:\\.|[^"\\])*)"')
 _TYPEDEF = re.compile(r"\btypedef\s+([\w\s:]+?[\s*]+)(\w+)\s*;|\busing\s+(\w+)\s*=\s*([\w\s:*]+);")
 _ATTRIBUTE = re.compile(r"\b(?:__attribute__|alignas|__align__|__launch_bounds__)\s*\(")
+_FUNCTION = re.compile(r"(\w+)\s*\([^;{}]*\)[^;{}]*\{")
+_DECLARATOR = re.compile(r"\s*(.*?[\s*&>])??(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:=.*)?", re.S)  # type, name, extents
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A kernel's parameter. type: what it is or, with `pointer`, points to; typedefs resolved, no qualifiers. const:
     the kernel does not write through the pointer, unless it casts this away."""
 
@@ -50,21 +38,11 @@ class Parameter:
     const: bool = False
 
 
-@dataclass(frozen=True)
-class Signature:
-    """A kernel's name and its parameters in order."""
+class Declaration(NamedTuple):
+    """A variable as the source declares it, in space "shared", "device" or "constant".
 
-    name: str
-    parameters: tuple[Parameter, ...]
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """A variable as the source declares it. space: "shared", "device" or "constant".
-
-    function: the name of the function it stands in, "" outside all. type: typedefs resolved. shape: () for a
-    single value, None where the launch sets the size; an extent that depends on more than integers is -1.
-    """
+    function: the outermost one that it stands in, or "". type: typedefs resolved. shape: () for a single value, None
+    where the launch sets the size; an extent that is more than arithmetic with constants is -1."""
 
     name: str
     space: str
@@ -92,40 +70,31 @@ def with_watches(sources: Mapping[str, str], values: Mapping[str, str]) -> tuple
     """The sources with `sim_watch(i, (expression));` at the end of the lines that `values` names, and the expressions.
 
     A key of `values` is "file:58", "file:some text of the line" or, for the first file, "58". Lines keep their
-    numbers. Raises InputError for a line that is not there, is not the only one with that text, or does not end as a
-    line does that a statement can follow.
-    """
+    numbers. Raises InputError unless there is one such line, and a statement can follow it."""
     lines = {file: text.split("\n") for file, text in sources.items()}
-    code = {file: code_only(text, strings=False).split("\n") for file, text in sources.items()}
-    added: dict[tuple[str, int], str] = {}
-    names = [str(expression).strip() for expression in values.values()]
-    for number, (place, name) in enumerate(zip(values, names, strict=True)):
-        at = _place(place, lines, code)
-        added[at] = f"{added.get(at, '')} sim_watch({number}, ({name}));"
-    for (file, row), text in added.items():
+    code = {file: code_only(text).split("\n") for file, text in sources.items()}
+    names = tuple(str(expression).strip() for expression in values.values())
+    places = [_place(place, code) for place in values]
+    for number, ((file, row), name) in enumerate(zip(places, names, strict=True)):
         end = len(code[file][row].rstrip())  # before a comment
-        lines[file][row] = lines[file][row][:end] + text + lines[file][row][end:]
-    return {file: "\n".join(rows) for file, rows in lines.items()}, tuple(names)
+        watch = f" sim_watch({number}, ({name}));"
+        code[file][row] = code[file][row][:end] + watch
+        lines[file][row] = code[file][row] + lines[file][row][end:]
+    return {file: "\n".join(rows) for file, rows in lines.items()}, names
 
 
-def _place(place: str, lines: Mapping[str, list[str]], code: Mapping[str, list[str]]) -> tuple[str, int]:
+def _place(place: str, code: Mapping[str, list[str]]) -> tuple[str, int]:
     """File and row, from 0, of "file:line", "file:text" or "line"."""
     file, _, wanted = place.partition(":")
-    if file.strip() not in lines:
-        file, wanted = next(iter(lines)), place
-    file, words = file.strip(), " ".join(wanted.split())
+    file, wanted = (file.strip(), wanted) if file.strip() in code else (next(iter(code)), place)
+    words = " ".join(code_only(wanted).split())
+    rows = [row for row, line in enumerate(code[file]) if words in " ".join(line.split())]
     if words.isdigit():
-        rows = [int(words) - 1] if 1 <= int(words) <= len(lines[file]) else []
-    else:
-        having = [
-            [row for row, line in enumerate(text[file]) if words in " ".join(line.split())] for text in (code, lines)
-        ]
-        rows = having[0] if len(having[0]) == 1 else having[1]  # a comment may mention the code
+        rows = [int(words) - 1] if 1 <= int(words) <= len(code[file]) else []
     if len(rows) != 1:
         which = f"lines {', '.join(str(row + 1) for row in rows[:8])}" if rows else "no line"
-        raise InputError(
-            f"{place!r} is {which} of {file}, which has {len(lines[file])}; one is accepted, in {', '.join(lines)}"
-        )
+        has = f"{file}, which has {len(code[file])}"
+        raise InputError(f"{place!r} is {which} of {has}; one is accepted, in {', '.join(code)}")
     line = code[file][rows[0]].rstrip()
     if not line.endswith((";", "{")):
         raise InputError(f"{place!r}: line {rows[0] + 1} ends in {line[-1:] or 'nothing'!r}; a watch follows a ; or {{")
@@ -167,67 +136,80 @@ class OwnText:
         return self._where[bisect_right(self._starts, position) - 1]
 
     @cached_property
-    def types(self) -> Types:
-        """Return what the text says of types and constants."""
-        return Types(self)
-
-    @property
     def namespaces(self) -> list[str]:
         """The named namespaces, outer ones before those inside: kernels may stand in them."""
         return list(dict.fromkeys(re.findall(r"\bnamespace\s+([\w:]+)\s*\{", self.code)))
 
+    @cached_property
+    def kernels(self) -> dict[str, tuple[Parameter, ...]]:
+        """The parameters of the __global__ functions that are defined, by name; without templates, since nothing says
+        for which arguments to compile them."""
+        found = {}
+        for m in re.finditer(r"\bSIM_GLOBAL\b[^;{}()]*?(\w+)\s*\(", self.code):
+            end = closing(self.code, m.end() - 1)
+            before = self.code[self._statement(m.start()) : m.start()]
+            if not re.search(r"\btemplate\b", before) and self.code[end + 1 :].lstrip()[:1] == "{":
+                parts = [part for part in _split(self.code[m.end() : end]) if part.strip() != "void"]
+                found[m[1]] = tuple(map(self._parameter, parts))
+        return found
 
-def closing(code: str, opening: int) -> int:
-    """Position of the bracket that closes the one at `opening`; the end of the text where none does."""
-    pairs = {"(": ")", "{": "}", "[": "]", "<": ">"}
-    first, last, depth = code[opening], pairs[code[opening]], 0
-    for position in range(opening, len(code)):
-        depth += (code[position] == first) - (code[position] == last)
-        if depth == 0:
-            return position
-    return len(code)
+    def _statement(self, position: int) -> int:
+        """Where the statement begins that stands at a position of `code`."""
+        return max(self.code.rfind(c, 0, position) for c in ";{}") + 1
 
+    def _parameter(self, text: str) -> Parameter:
+        m = _DECLARATOR.fullmatch(text)
+        named = m and _canonical(m[1] or "") and m[2] not in TYPES
+        kind = self.resolve(m[1] if named else re.split(r"[=\[]", text)[0])
+        pointer = "[" in text or kind.endswith(" *")
+        const = bool(re.search(r"\bconst\b", re.split(r"[*\[]", text)[0]))
+        return Parameter(kind.removesuffix(" *"), m[2] if named else "", pointer, pointer and const)
 
-def _split(text: str) -> list[str]:
-    """The parts between the commas that stand in no bracket."""
-    parts, depth, start = [], 0, 0
-    for position, c in enumerate(text):
-        depth += (c in "(<[{") - (c in ")>]}")
-        if c == "," and depth == 0:
-            parts.append(text[start:position])
-            start = position + 1
-    return [part for part in (*parts, text[start:]) if part.strip()]
+    @cached_property
+    def variables(self) -> tuple[Declaration, ...]:
+        """The __shared__, __device__ and __constant__ variables in the order of the text; several may have one name."""
+        headers = _FUNCTION.finditer(self.code)
+        functions = [(m.start(), closing(self.code, m.end() - 1), m[1]) for m in headers]
+        found = []
+        for m in re.finditer(r"\bSIM_(SHARED|DEVICE|CONSTANT)\b", self.code):
+            statement = self.code[self._statement(m.start()) : self.code.find(";", m.end())]
+            head = re.split(r"[={]", statement)[0]
+            if m[1] == "DEVICE" and ("(" in head or "SIM_CONSTANT" in head):
+                continue  # a function, or one that its other word finds
+            statement = re.sub(r"\b(?:SIM_\w+|extern|static|inline|volatile|const)\b", " ", statement)
+            function = next((name for first, last, name in functions if first < m.start() < last), "")
+            kind = "char"
+            for declarator in filter(None, map(_DECLARATOR.fullmatch, _split(statement))):
+                kind = self.resolve(declarator[1]) if (declarator[1] or "").strip() else kind
+                extents = re.findall(r"\[([^\]]*)\]", declarator[3])
+                shape = None if extents and not extents[0].strip() else tuple(map(self._integer, extents))
+                found.append(Declaration(declarator[2], m[1].lower(), function, kind, shape))
+        return tuple(found)
 
-
-class Types:
-    """Simple typedefs (`typedef A B;`, `using B = A;`) and integer constants of a preprocessed text."""
-
-    def __init__(self, own: OwnText):
-        self._code = own.code
-        self._meaning: dict[str, str] = {}
-        for text in (own.code, own.everything):  # one's own come first
-            for m in _TYPEDEF.finditer(text):
-                self._meaning.setdefault(m[2] or m[3], m[1] or m[4])
+    @cached_property
+    def _typedefs(self) -> dict[str, str]:
+        """Simple typedefs (`typedef A B;`, `using B = A;`): B -> A. One's own come first."""
+        found: dict[str, str] = {}
+        for m in (m for text in (self.code, self.everything) for m in _TYPEDEF.finditer(text)):
+            found.setdefault(m[2] or m[3], m[1] or m[4])
+        return found
 
     def resolve(self, spelled: str) -> str:
-        """The type at the end of the chain, without qualifiers; `*` at the end of a pointer's."""
+        """The type at the end of the chain of typedefs, without qualifiers; `*` at the end of a pointer's."""
         seen: set[str] = set()
         name = _canonical(spelled)
-        while name not in SIZES and name not in seen and re.fullmatch(r"[\w:]+(?: \*)*", name):
+        while name not in TYPES and name not in seen and re.fullmatch(r"[\w:]+(?: \*)?", name):
             seen.add(name)
             word, star, _ = name.partition(" *")
             word = word.removeprefix("::").removeprefix("std::")
-            name = _canonical(self._meaning.get(word, word) + ("*" if star else ""))
+            name = _canonical(self._typedefs.get(word, word) + star)
         return name
 
-    def integer(self, expression: str) -> int:
-        """The value of integer arithmetic in C++; -1 where it needs more than integers, casts, sizeof and constants."""
+    def _integer(self, expression: str) -> int:
+        """The value of an array's extent; -1 where it is more than arithmetic with constants."""
         for _ in range(8):  # constants may be made of constants
-            expression = re.sub(r"\(\s*(?:(?:unsigned|signed|int|long|short|(?:std::)?size_t)\s*)+\)", "", expression)
-            sized = r"\bsizeof\s*\(([^()]*)\)"
-            expression = re.sub(sized, lambda m: str(SIZES.get(self.resolve(m[1]), "?")), expression)
-            expression = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]+\b", r"\1", expression)
             expression = re.sub(r"\b[A-Za-z_]\w*\b", self._constant, expression)
+        expression = re.sub(r"(?<=[\da-fA-F])[uUlL]+\b", "", expression)
         if not re.fullmatch(r"(?:0[xX][\da-fA-F]+|[\d\s()+*/%<>&|-])+", expression) or "**" in expression:
             return -1
         try:
@@ -238,8 +220,30 @@ class Types:
 
     def _constant(self, name: re.Match) -> str:
         """Return what a constant is, in brackets; "?" where that is not said once."""
-        said = set(re.findall(rf"\bconst(?:expr)?\s+[\w\s]*\b{name[0]}\s*=\s*([^;,]+)[;,]", self._code))
+        said = set(re.findall(rf"\bconst(?:expr)?\s+[\w\s]*\b{name[0]}\s*=\s*([^;,]+)[;,]", self.code))
         return f"({said.pop()})" if len(said) == 1 else "?"
+
+
+def closing(code: str, opening: int) -> int:
+    """Position of the bracket that closes the one at `opening`; the end of the text where none does."""
+    depth, first = 0, code[opening]
+    for m in re.compile(r"[(){}]").finditer(code, opening):
+        depth += (m[0] == first) - (m[0] == {"(": ")", "{": "}"}[first])
+        if depth == 0:
+            return m.start()
+    return len(code)
+
+
+def _split(text: str) -> list[str]:
+    """The parts between the commas that stand in no bracket."""
+    parts, depth = [""], 0
+    for c in text:
+        depth += (c in "(<[{") - (c in ")>]}")
+        if c == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [part for part in parts if part.strip()]
 
 
 def _canonical(spelled: str) -> str:
@@ -252,73 +256,6 @@ def _canonical(spelled: str) -> str:
         sizes = sorted(w for w in words if w in ("long", "short", "char"))
         words = sign + (sizes or ([] if sign else ["int"]))
     return " ".join(words).replace(" <", "<") + stars
-
-
-# ---- what it declares
-
-
-def kernels(own: OwnText) -> dict[str, Signature]:
-    """The __global__ functions that are defined, except templates: nothing says for which arguments to compile them."""
-    found = {}
-    for m in re.finditer(r"\bSIM_GLOBAL\b", own.code):
-        start = max(own.code.rfind(c, 0, m.start()) for c in ";{}") + 1
-        opening = own.code.find("(", m.end())
-        name = re.search(r"(\w+)\s*$", own.code[m.end() : max(opening, m.end())])
-        if opening < 0 or not name or re.search(r"\btemplate\b", own.code[start : m.start()]):
-            continue
-        end = closing(own.code, opening)
-        if own.code[end + 1 :].lstrip()[:1] == "{":
-            parts = [p for p in _split(own.code[opening + 1 : end]) if p.strip() != "void"]
-            found[name[1]] = Signature(name[1], tuple(_parameter(part, own.types) for part in parts))
-    return found
-
-
-def _parameter(text: str, types: Types) -> Parameter:
-    const = bool(re.search(r"\bconst\b", re.split(r"[*\[]", text)[0]))
-    text = re.sub(r"\b(?:const|volatile|__restrict__|__restrict)\b", " ", text.partition("=")[0])
-    array = "[" in text
-    words = text.partition("[")[0].replace("*", " * ").replace("&", " & ").split()
-    named = len(words) > 1 and re.fullmatch(r"\w+", words[-1]) and words[-1] not in SIZES and words[-1] != "long"
-    kind = types.resolve(" ".join(words[:-1] if named else words))
-    pointer = array or kind.endswith(" *")
-    return Parameter(kind.removesuffix(" *"), words[-1] if named else "", pointer, pointer and const)
-
-
-def variables(own: OwnText) -> tuple[Declaration, ...]:
-    """The variables behind one of the words SIM_SHARED, SIM_DEVICE and SIM_CONSTANT, in the order of the text."""
-    found, functions = [], list(_functions(own.code))
-    for m in re.finditer(r"\bSIM_(SHARED|DEVICE|CONSTANT)\b", own.code):
-        start = max(own.code.rfind(c, 0, m.start()) for c in ";{}") + 1
-        statement = own.code[start : own.code.find(";", m.end())]
-        head = re.split(r"[={]", statement)[0]
-        if m[1] == "DEVICE" and ("(" in head or "SIM_CONSTANT" in head):
-            continue  # a function, or one that its other word finds
-        statement = re.sub(r"\b(?:SIM_\w+|extern|static|inline|volatile|const)\b", " ", statement)
-        function = next((name for first, last, name in functions if first < m.start() < last), "")
-        kind = None
-        for part in _split(statement):
-            d = re.fullmatch(r"\s*(.*?[\s*&>])??(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:=.*)?", part, re.S)
-            if not d:
-                continue
-            kind = own.types.resolve(d[1]) if d[1] and d[1].strip() else kind
-            extents = re.findall(r"\[([^\]]*)\]", d[3])
-            shape = None if extents and not extents[0].strip() else tuple(map(own.types.integer, extents))
-            found.append(Declaration(d[2], m[1].lower(), function, kind or "char", shape))
-    return tuple(found)
-
-
-def _functions(code: str) -> Iterator[tuple[int, int, str]]:
-    """(first position, last position, name) of the outermost blocks that follow something with parentheses."""
-    stack, last = [], 0
-    for m in re.finditer(r"[{};]", code):
-        if m[0] == "{":
-            stack.append((m.start(), code[last : m.start()]))
-        elif m[0] == "}" and stack:
-            start, header = stack.pop()
-            inside = any("(" in outer for _, outer in stack)
-            if (name := re.search(r"(\w+)\s*\(", header)) and not inside:
-                yield start, m.start(), name[1]
-        last = m.end()
 
 
 # ---- what no CPU can run

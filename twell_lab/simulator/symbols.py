@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os.path import basename, normpath
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..core import StackError
-from .arguments import TYPES, Array
-from .source import SIZES, Declaration
+from .arguments import TYPES, Array, itemsize, lanes
+from .source import Declaration
 
 Tool = Callable[..., str | None]  # names -> the path of the first program that is there
 
@@ -50,9 +49,8 @@ class Variable:
     def array(self, base: int = 0) -> Array:
         """The array that it is, at an address or in shared memory; vectors and structs get one more axis, of values or
         of bytes."""
-        scalar = self.type.rstrip("1234") if self.type not in TYPES else self.type
-        dtype: Any = "bfloat16" if scalar == "__nv_bfloat16" else np.dtype(TYPES.get(scalar, np.uint8))
-        item = 2 if dtype == "bfloat16" else dtype.itemsize
+        kind = TYPES.get(lanes(self.type)[0], "uint8")
+        dtype, item = kind if kind == "bfloat16" else np.dtype(kind), itemsize(kind)
         shape = self.shape or (self.size // item,)
         element = self.size // max(1, math.prod(shape)) or 1
         words = f"{dtype if base else f'shared {self.type}'} {list(shape)}"
@@ -90,8 +88,8 @@ def find_variables(
     written, joined with what the source declares; each in the order of their offsets."""
     filt = tool("c++filt", "llvm-cxxfilt")
     rows = [row for row in symbols_of(tool, library) if row[3] in ("TLS", "OBJECT") and row[6] != "UND"]
-    ends = {row[6]: int(row[1], 16) for row in rows if row[7] in ("sim_zeros_end", "sim_data_end")}
-    rows = [row for row in rows if row[3] == "TLS" or int(row[1], 16) < ends.get(row[6], 0)]
+    sections = {row[6] for row in rows if row[7] in ("sim_zeros", "sim_data")}
+    rows = [row for row in rows if row[3] == "TLS" or row[6] in sections]
     own = {(row[7], row[3] == "TLS"): row for row in rows if not _OWN.match(row[7])}  # a symbol may be listed twice
     names = _output(filt, text="".join(f"{name}\n" for name, _ in own)).splitlines()
     found: dict[bool, list[Variable]] = {True: [], False: []}
@@ -124,47 +122,39 @@ def _variable(name: str, function: str, offset: int, size: int, same: list[Decla
 
 
 def _item(d: Declaration) -> int:
-    return SIZES.get(d.type, 8 if d.type.endswith(" *") else 0)
+    """The bytes of a number, a vector or a pointer; 0 of a struct."""
+    kind, n = lanes(d.type)
+    return n * itemsize(TYPES[kind]) if kind in TYPES else 8 * d.type.endswith(" *")
 
 
 # ---- lines
 
 
+# An answer of addr2line: its address, which an inlined caller lacks, and "f at k.cu:3" ("?? ??:0": unknown).
+_ANSWER = re.compile(r"(?:0x([0-9a-f]+): | \(inlined by\) )(?:(.*?) at|\?\?) (\S.*?):(\d+|\?).*")
+
+
 def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[str, str]) -> dict[int, Line]:
-    """The source line of each return address of `library`, from one run of addr2line.
+    """The source line of each return address of `library`, from one run of addr2line: of functions inlined into one
+    another, the innermost of the user's own sources.
 
     The call stands before its return address, so the byte before that is looked up.
     """
-    program = tool("addr2line", "llvm-addr2line")
     pcs = list(pcs)
     asked = "".join(f"{max(pc - 1, 0):#x}\n" for pc in pcs)
     texts = {name: text.split("\n") for name, text in sources.items()}
-    found: list[list[Line]] = []
-    function = None
-    for line in _output(program, "-a", "-f", "-i", "-C", "-e", library, text=asked).splitlines():
-        if re.fullmatch(r"0x[0-9a-f]+", line):
-            found.append([])
-            function = None
-        elif function is None:
-            function = line or None
-        else:
-            found[-1].append(_line(line, function, texts))
-            function = None
-    if len(found) != len(pcs):
+    answers = _output(tool("addr2line", "llvm-addr2line"), "-afipC", "-e", library, text=asked).splitlines()
+    frames: list[list[Line]] = []
+    for m in filter(None, map(_ANSWER.fullmatch, answers)):
+        frames += [[]] if m[1] else []
+        if m[4].strip("0?"):
+            name, number = normpath(m[3]), int(m[4])
+            text = "".join(texts.get(name, ())[number - 1 : number]).strip()
+            frames[-1].append(Line(basename(name), number, text, short_name(m[2])))
+    if len(frames) != len(pcs):
         return dict.fromkeys(pcs, UNKNOWN)
-    # Where functions are inlined into one another: the innermost one of the user's own sources.
-    chosen = (next((x for x in frames if x.text), (*frames, UNKNOWN)[0]) for frames in found)
+    chosen = (next((line for line in lines if line.text), (*lines, UNKNOWN)[0]) for lines in frames)
     return dict(zip(pcs, chosen, strict=True))
-
-
-def _line(place: str, function: str, texts: Mapping[str, list[str]]) -> Line:
-    m = re.fullmatch(r"(.*?):(\d+)(?::\d+)?(?: \(discriminator \d+\))?", place)
-    if not m or m[1] == "??" or m[2] == "0":
-        return UNKNOWN
-    name, number = normpath(m[1]), int(m[2])
-    lines = texts.get(name, ())
-    text = lines[number - 1].strip() if 0 < number <= len(lines) else ""
-    return Line(basename(name), number, text, short_name(function))
 
 
 def short_name(function: str) -> str:

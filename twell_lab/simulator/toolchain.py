@@ -31,21 +31,16 @@ from ..core import CompileError, StackError
 from . import source
 from .faults import Unsupported
 from .report import Launch, Report
-from .source import Declaration, OwnText, Signature
+from .source import OwnText, Parameter
 from .symbols import Line, Variable, find_lines, find_variables, symbols_of
 
 CUDA = Path(__file__).parent / "cuda"
 KINDS = {
     "fast": ["-O2", "-fno-optimize-sibling-calls", "-fsanitize=integer-divide-by-zero"],
-    "watched": [
-        "-O0",
-        "-fsanitize=thread",
-        "-fsanitize=integer-divide-by-zero",
-        "-fsanitize=alignment",
-        "-finstrument-functions",
-        "-fsanitize-coverage=trace-pc",
-        "-DSIM_WATCHED",
-    ],
+    "watched": (
+        "-O0 -fsanitize=thread -fsanitize=integer-divide-by-zero -fsanitize=alignment -finstrument-functions "
+        "-fsanitize-coverage=trace-pc -DSIM_WATCHED"
+    ).split(),
     "address": ["-O1", "-fsanitize=address"],
 }
 _CLANG_VOLATILE = ["-mllvm", "-tsan-distinguish-volatile=1"]
@@ -59,8 +54,7 @@ _NEEDS = (
 # ---- the compiler
 
 
-@dataclass(frozen=True)
-class Compiler:
+class Compiler(NamedTuple):
     """A C++ compiler: its path, its name ("g++" or "clang++"), and the first line of what it says of its version."""
 
     path: str
@@ -69,11 +63,8 @@ class Compiler:
 
 
 def compiler() -> Compiler:
-    """The compiler that TWELL_LAB_CXX names, else the first of c++, g++ and clang++ that works.
-
-    Raises:
-        StackError: where there is none, with what to install; and on a machine that the simulator does not run on.
-    """
+    """The compiler that TWELL_LAB_CXX names, else the first of c++, g++ and clang++ that works. Raises StackError where
+    there is none, with what to install, and on a machine that the simulator does not run on."""
     if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
         raise StackError(
             "the simulator runs on Linux on x86-64 or 64-bit Arm (on Windows: in WSL 2); "
@@ -105,7 +96,7 @@ def _try(path: str) -> Compiler | None:
 
 
 def available() -> bool:
-    """Return whether there is a compiler for the simulator: whether `compiler()` finds one."""
+    """Return whether `compiler()` finds one."""
     try:
         return bool(compiler())
     except StackError:
@@ -116,16 +107,8 @@ def _run(command: list, folder: Path | None = None, text: str = "") -> subproces
     environment = {**os.environ, "LC_ALL": "C"}  # messages in English: they are read here
     if folder is not None:
         environment["TMPDIR"] = str(folder)  # so that what a killed compiler leaves behind is removed with the folder
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env=environment,
-        input=text,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        umask=0o077,
-    )
+    texts: dict[str, Any] = {"input": text, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    return subprocess.run(list(map(str, command)), cwd=folder, env=environment, umask=0o077, **texts)
 
 
 def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]:
@@ -151,11 +134,10 @@ def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]
 
 
 def sources(file: str | Path) -> dict[str, str]:
-    """The file and, recursively, every header that it includes with quotes: name -> text, the file first.
+    """The file, of kernels/ or one's own, and every header that it includes with quotes: name -> text, the file first.
 
-    file: a name in kernels/ or the path of one's own. Headers are looked up beside what includes them, then in the
-    file's own folder, then in kernels/; a name is a path from the file's folder. Raises CompileError for a file that is
-    missing or no text.
+    Headers are looked up beside what includes them, then in the file's own folder, then in kernels/; a name is a path
+    from the file's folder. Raises CompileError for a file that is missing or no text.
     """
     common, path = core.kernels_dir(), Path(file)
     in_kernels = isinstance(file, str) and len(path.parts) == 1 and (common / path).is_file()
@@ -198,24 +180,16 @@ def _write(texts: Mapping[str, str], folder: Path) -> Path:
 # ---- what the preprocessor says
 
 
-class Listing(NamedTuple):
-    """kernels: by name; variables: the __shared__, __device__ and __constant__ ones (several may have one name)."""
-
-    kernels: dict[str, Signature]
-    variables: tuple[Declaration, ...]
-
-
-def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> Listing:
-    """The kernels and variables of `entry` with these macros.
-
-    Raises CompileError, and Unsupported for the first thing in the active code that only a GPU can do.
-    """
-    own = _own_text(sources, entry, defines)
+def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> OwnText:
+    """What `entry` declares with these macros: its kernels and its variables. Raises CompileError, and Unsupported for
+    the first thing in the active code that only a GPU can do."""
+    own = preprocessed(sources, entry, defines)
     source.refuse(own)
-    return Listing(source.kernels(own), source.variables(own))
+    return own
 
 
-def _own_text(sources: Mapping[str, str], entry: str, defines: Mapping[str, object]) -> OwnText:
+def preprocessed(sources: Mapping[str, str], entry: str, defines: Mapping[str, object]) -> OwnText:
+    """The text of `entry` and its headers with these macros. Raises CompileError."""
     return _preprocessed(tuple(sorted(sources.items())), entry, tuple(sorted(defines.items())), compiler(), CUDA)
 
 
@@ -247,19 +221,21 @@ def _includes(cuda: Path) -> list:
 
 # ---- building
 
+_loaded: dict[str, Any] = {}
+
 
 @dataclass(frozen=True)
 class Built:
-    """A library of one file's kernels. path: the .so; kernels: by name; shared: where its arrays lie.
+    """A library of one file's kernels. path: the .so; needs: that of the simulator's C++; kernels: by name; shared:
+    where its arrays lie.
 
-    variables: those of the program, __device__ and __constant__; constants: the names of the latter. lines() finds
-    source lines in `sources`.
-    """
+    variables: those of the program, __device__ and __constant__; constants: the names of the latter."""
 
     path: Path
+    needs: Path
     kind: str
     sources: dict[str, str]
-    kernels: dict[str, Signature]
+    kernels: dict[str, tuple[Parameter, ...]]
     shared: tuple[Variable, ...]
     variables: tuple[Variable, ...]
     constants: tuple[str, ...]
@@ -267,15 +243,19 @@ class Built:
     _lines: dict[int, Line] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
+    def runtime(self) -> Any:
+        """The simulator's own library, loaded: one for all libraries that need one of its name."""
+        runtime = _loaded.setdefault(self.needs.name, ctypes.CDLL(str(self.needs)))
+        runtime.sim_launch.restype = ctypes.POINTER(Report)
+        runtime.sim_launch.argtypes = [ctypes.POINTER(Launch)]
+        runtime.sim_free.argtypes = [ctypes.POINTER(Report)]
+        runtime.sim_base.restype, runtime.sim_base.argtypes = ctypes.c_uint64, [ctypes.c_void_p]
+        return runtime
+
+    @cached_property
     def handle(self) -> Any:
-        """The library, loaded."""
-        handle = ctypes.CDLL(str(self.path))
-        handle.sim_launch.restype = ctypes.POINTER(Report)
-        handle.sim_launch.argtypes = [ctypes.POINTER(Launch)]
-        handle.sim_free.argtypes = [ctypes.POINTER(Report)]
-        handle.sim_make_stacks.restype = handle.sim_guard_begin.restype = ctypes.c_void_p
-        handle.sim_base.restype = ctypes.c_uint64
-        return handle
+        """The library, loaded, after what it needs."""
+        return self.runtime and ctypes.CDLL(str(self.path))
 
     def sizes(self, kernel: str) -> list[int]:
         """The bytes of each parameter of a kernel."""
@@ -306,24 +286,25 @@ def build(
     cxx, folder = compiler(), (cache_in or core.cache_dir()).resolve()
     listed = listing(sources, entry, defines)
     wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
+    runtime = _runtime(cxx, folder)
 
     def make(temporary: Path) -> Path:
-        return _make(cxx, sources, entry, defines, kind, listed, temporary, _runtime(cxx, folder))
+        return _make(cxx, sources, entry, defines, kind, listed, temporary, runtime)
 
     path = _cached(folder / f"{Path(entry).stem}-{kind}-{_digest(cxx, wanted)}.so", entry, make)
     shared, variables = find_variables(_tool, path, listed.variables)
     constants = tuple(d.name for d in listed.variables if d.space == "constant")
-    return Built(path, kind, dict(sources), listed.kernels, shared, variables, constants, cxx)
+    return Built(path, runtime, kind, dict(sources), listed.kernels, shared, variables, constants, cxx)
 
 
-def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: Listing, temporary: Path, runtime) -> Path:
+def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: OwnText, temporary: Path, runtime) -> Path:
     """Compiles and links the library in a temporary folder, and returns its path there."""
     inside = _write(sources, temporary)
-    unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in _own_text(sources, entry, defines).namespaces)]
+    unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in listed.namespaces)]
     unit += [f"SIM_EXPORT({kernel})" for kernel in listed.kernels]
     (inside / _UNIT).write_text("\n".join([*unit, ""]), encoding="utf-8")
     dynamic = sorted({d.name for d in listed.variables if d.space == "shared" and d.shape is None})
-    (inside / "sim_dynamic.cpp").write_text(_KERNELS_END + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
+    (inside / "sim_dynamic.cpp").write_text(_MARKS + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
     here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
     flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
     _compile([cxx.path, *flags, "-c", _UNIT, "-o", "unit.o"], entry, temporary, inside)
@@ -332,21 +313,17 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: Listin
     _compile([cxx.path, *flags, "-c", "sim_dynamic.cpp", "-o", "dynamic.o"], entry, temporary, inside)
     link = ["-Wl,--no-undefined", *(f"-Wl,--wrap={name}" for name in _WRAPPED)]
     link = ["-fsanitize=address"] if kind == "address" else link
-    link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", *runtime, "-ldl"]
+    link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", runtime]
     _compile([cxx.path, *link, "-o", "made.so"], entry, temporary, inside)
     return inside / "made.so"
 
 
-# Functions of the C library that kernels must not call as they are; heap.cpp has their replacements.
+# Functions of the C library that kernels must not call as they are; heap.cpp and watch.cpp have their replacements.
 _WRAPPED = """malloc calloc realloc free _Znwm _Znam _ZnwmRKSt9nothrow_t _ZnamRKSt9nothrow_t _ZdlPv _ZdaPv _ZdlPvm 
-    _ZdaPvm exit quick_exit _exit _Exit pthread_exit abort _ZSt9terminatev""".split()
-# Marks the end of the kernels' code: linked after the kernels and before the runtime. A kernel can be stopped
-# anywhere; the runtime cannot, since it may hold a lock.
-# The same for the program's variables, those that begin as zeros and the others.
-_KERNELS_END = """extern "C" __attribute__((visibility("hidden"))) void sim_kernels_end() {}
-extern "C" char sim_zeros_end, sim_data_end;
-char sim_zeros_end, sim_data_end = 1;
-"""
+    _ZdaPvm exit quick_exit _exit _Exit pthread_exit abort _ZSt9terminatev __cyg_profile_func_enter
+    __cyg_profile_func_exit""".split()
+# These lie in the sections of variables that can be written: of those that begin as zeros, and of the others.
+_MARKS = 'extern "C" char sim_zeros, sim_data;\nchar sim_zeros, sim_data = 1;\n'
 _DYNAMIC = "extern thread_local char {0}[];\nalignas(1024) thread_local char {0}[{1}];\n"
 
 
@@ -411,22 +388,26 @@ def _complaint(entry: str, messages: str, hidden: Mapping[str, str]) -> CompileE
     return CompileError("\n".join([f"{entry} does not compile for the simulator:", *lines[:_MOST_LINES], *more]))
 
 
-def _runtime(cxx: Compiler, folder: Path) -> list[Path]:
-    """The object files of the simulator's own C++, which is never watched itself: compiled once for each compiler."""
+def _runtime(cxx: Compiler, folder: Path) -> Path:
+    """The library of the simulator's own C++, which is never watched itself: compiled once for each compiler."""
     flags, cuda = [*_flags(cxx, "fast", {}), "-g0"], CUDA.resolve()
-    digest = _digest(cxx, flags)
+    path = folder / f"simulator-{_digest(cxx, flags)}.so"
 
-    def compiled(unit: Path) -> Path:
-        def make(here: Path) -> Path:
-            hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
-            command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", cuda / unit.name, "-o", "made.o"]
+    def make(here: Path) -> Path:
+        hidden = [f"-ffile-prefix-map={here}=.", f"-ffile-prefix-map={cuda}=simulator"]
+
+        def compile(unit: Path) -> str:
+            command = [cxx.path, *flags, *hidden, "-I", cuda, "-c", unit, "-o", f"{unit.stem}.o"]
             _compile(command, unit.name, here, here)
-            return here / "made.o"
+            return f"{unit.stem}.o"
 
-        return _cached(folder / f"simulator-{unit.stem}-{digest}.o", unit.name, make)
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            objects = list(pool.map(compile, sorted(cuda.glob("*.cpp"))))
+        link = ["-shared", "-pthread", "-Wl,-Bsymbolic", f"-Wl,-soname,{path.name}", *objects, "-ldl", "-o", "made.so"]
+        _compile([cxx.path, *link], path.name, here, here)
+        return here / "made.so"
 
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(compiled, sorted(CUDA.glob("*.cpp"))))
+    return _cached(path, path.name, make)
 
 
 # ---- the cache

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core import InputError
+from .arguments import Array
 from .faults import Fault
 from .report import runs
 from .symbols import Line
@@ -30,15 +32,13 @@ _VERBS = {"read": "read", "write": "write", "atomic": "update", "barrier": "wait
 class Step:
     """One instruction of one warp; the tuples have an entry for each lane that takes part.
 
-    kind: "read", "write", "atomic", "warp" (a shuffle, vote or ballot), "barrier", "watch" or, of the last, "fault",
-    which stopped its threads. line: where it stands, path: the calls that lead there from the kernel, outermost first
-    (both: file, number, text, function). array: the name of the array, None where there is none or the lanes use
-    different ones; arrays: one name a lane. space: "global", "shared" or None. threads: numbers within the block.
-    elements: index of the first element a lane touches, in the flat array (None outside every array); count: how many
-    neighbours it touches (0: a part of one). values: what was read or, after a write or an atomic, is there:
-    numbers, or a tuple of `count` of them; the result of a collective; the watched value. name: what is watched.
-    absent: of a "warp" step, the threads that its mask names and that had left the kernel by then.
-    """
+    kind: "read", "write", "atomic", "warp" (a shuffle, vote or ballot), "barrier", "watch" or, of the last, "fault".
+    line: where it stands; path: the calls that lead there from the kernel, outermost first. arrays: the name of each
+    lane's array; array: the one name, None where there are none or several. space: "global", "shared" or None. threads:
+    numbers within the block. elements: the first that a lane touches, in the flat array (None outside every array);
+    count: how many neighbours it touches (0: a part of one). values: what was read or is there now, numbers or a tuple
+    of `count` of them; what a warp operation gives; the watched value. name: what is watched, or the fault. absent: the
+    threads that the mask of a "warp" step names and that had left the kernel."""
 
     index: int
     warp: int
@@ -86,17 +86,14 @@ class Step:
     @property
     def covered(self) -> tuple[int, ...]:
         """Every element that the lanes touch, ascending, each once."""
-        return tuple(
-            sorted({first + i for first in self.elements if first is not None for i in range(max(1, self.count))})
-        )
+        neighbours = range(max(1, self.count))
+        return tuple(sorted({first + i for first in self.elements if first is not None for i in neighbours}))
 
     @property
     def operation(self) -> str:
         """Return what a collective is called in the source, such as "__ballot_sync"."""
-        for line in reversed(self.path):
-            if found := re.search(r"__\w*sync\w*", line.text):
-                return found[0]
-        return "a warp operation"
+        named = (re.search(r"__\w*sync\w*", line.text) for line in reversed(self.path))
+        return next((found[0] for found in named if found), "a warp operation")
 
 
 class LastTouch(NamedTuple):
@@ -110,8 +107,8 @@ class LastTouch(NamedTuple):
     written: np.ndarray
 
 
-class State(Mapping):
-    """The arrays after a step: name -> masked array in the array's shape, bfloat16 as float32.
+class State:
+    """The arrays after a step: state[name] is a masked array in the array's shape, bfloat16 as float32.
 
     What is masked was never written: shared memory before its first write. Global arrays begin as at the
     start of the launch; what other blocks write is not in them.
@@ -121,14 +118,7 @@ class State(Mapping):
         self.step, self._trace = step, trace
 
     def __getitem__(self, name: str) -> np.ma.MaskedArray:
-        whole = self._trace._contents(self._trace._number(name), self.step, 0, self._trace.size(name))
-        return whole.reshape(self._trace.arrays[name].shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._trace.arrays)
-
-    def __len__(self) -> int:
-        return len(self._trace.arrays)
+        return self.part(name, 0, self._trace.size(name)).reshape(self._trace.arrays[name].shape)
 
     @cached_property
     def watched(self) -> dict[str, dict[int, float]]:
@@ -141,11 +131,18 @@ class State(Mapping):
 
     def part(self, array: str, first: int, count: int) -> np.ma.MaskedArray:
         """`count` elements of the flat array from `first`: cheaper than the whole of a large one."""
-        return self._trace._contents(self._trace._number(array), self.step, first, count)
+        of = self._trace.array(array)
+        begin, end = first * of.itemsize, (first + count) * of.itemsize
+        content = np.zeros(end - begin, np.uint8) if of.before is None else of.before[begin:end].copy()
+        known = np.full(end - begin, of.before is not None)
+        places, bytes_, when = self._trace.changes[array]
+        done = np.flatnonzero((when <= self.step) & (places >= begin) & (places < end))
+        content[places[done] - begin] = bytes_[done]  # where a byte is written twice, the later one stays
+        known[places[done] - begin] = True
+        return np.ma.MaskedArray(_decoded(content, of.dtype), mask=~known.reshape(-1, of.itemsize).all(1))
 
     def last(self, array: str, first: int = 0, count: int | None = None) -> LastTouch:
         """Who touched each element of this array last, or each of `count` elements from `first`."""
-        self._trace._number(array)
         size = self._trace.size(array) - first if count is None else count
         thread, at, wrote, written = np.full(size, -1), np.full(size, -1), np.zeros(size, bool), np.zeros(size, bool)
         places, threads, steps, writes = self._trace.touches[array]
@@ -157,15 +154,10 @@ class State(Mapping):
 
 
 class Trace(Sequence):
-    """The steps of one block: trace[3], len(trace), or `.steps`.
+    """The steps of one block, in order: trace[3], len(trace), or `.steps`.
 
-    Attributes:
-        steps: in the order in which they were made.
-        arrays: name -> what it is (name, space, dtype, shape, before).
-        block_shape: threads in x, y and z.
-        barriers: for each meeting at a block barrier, the index of the step with which its last warp arrives.
-        truncated: whether steps past the recorder's limit are missing.
-        fault: what stopped the block; its step is then the last one.
+    arrays: by name. block_shape: threads in x, y and z. truncated: whether steps past the recorder's limit are missing.
+    fault: what stopped the block; its step is then the last one.
     """
 
     fault: Fault | None = None
@@ -180,33 +172,28 @@ class Trace(Sequence):
         block_shape: tuple[int, ...],
         truncated: bool = False,
     ) -> None:
-        """From what the runtime recorded.
+        """From what the runtime recorded: a row for each step, with how many rows of `lanes` are its own (report.py).
 
-        steps: rows (warp, kind, space, size, path, depth, first, lanes, name) in order; the lanes of a row are
-        lanes[first:first + lanes] (thread, array, offset, value); lines: pc -> file, number, text, function;
-        names: of the watches, which `name` counts.
-        """
-        self._all = arrays = list(arrays)
+        lines: pc -> file, number, text, function; names: of the watches, which `name` of a step counts."""
+        self._all = arrays = list(arrays)  # two may have one name
         self.arrays, self.block_shape, self.truncated = {a.name: a for a in arrays}, tuple(block_shape), truncated
         owner = np.repeat(np.arange(len(steps)), steps["lanes"])
-        within = np.arange(len(owner)) - np.repeat(np.cumsum(steps["lanes"]) - steps["lanes"], steps["lanes"])
-        flat = lanes[steps["first"][owner] + within]
-        values = _values(steps, owner, flat, arrays)
+        values = _values(steps, owner, lanes, arrays)
         ends = np.cumsum(steps["lanes"]).tolist()
         self.steps = [
-            self._step(index, row, flat[end - row["lanes"] : end], values[end - row["lanes"] : end], lines, names)
+            self._step(index, row, lanes[end - row["lanes"] : end], values[end - row["lanes"] : end], lines, names)
             for index, (row, end) in enumerate(zip(steps, ends, strict=True))
         ]
-        # One an array: which byte each write set to what, and in which step.
-        self._changes = [_changes(number, steps, owner, flat) for number in range(len(arrays))]
+        # Of each array: (place, byte, step) of all that was written, in order.
+        self.changes = {array.name: _changes(number, steps, owner, lanes) for number, array in enumerate(arrays)}
 
     def _step(self, index: int, row, lanes: np.ndarray, values: list, lines: Mapping, names: Sequence[str]) -> Step:
-        kind = KINDS[int(row["kind"])]
+        kind, warp = KINDS[int(row["kind"])], int(row["warp"])
         path = tuple(lines[int(pc)] for pc in row["path"][: row["depth"]])
-        owners = [self._all[number] if number >= 0 and kind in MEMORY else None for number in lanes["array"].tolist()]
-        items = [array.itemsize if array else 0 for array in owners]
+        numbers, offsets = (lanes[field].tolist() for field in ("array", "offset"))
+        owners = [self._all[number] if number >= 0 and kind in MEMORY else None for number in numbers]
         named = tuple(array.name if array else None for array in owners)
-        item, warp = next(filter(None, items), 0), int(row["warp"])
+        item = next((array.itemsize for array in owners if array), 0)
         return Step(
             index=index,
             warp=warp,
@@ -217,9 +204,7 @@ class Trace(Sequence):
             arrays=named,
             space=SPACES[int(row["space"])],
             threads=tuple(lanes["thread"].tolist()),
-            elements=tuple(
-                at // item if item else None for at, item in zip(lanes["offset"].tolist(), items, strict=True)
-            ),
+            elements=tuple(at // array.itemsize if array else None for at, array in zip(offsets, owners, strict=True)),
             count=int(row["size"]) // item if item and row["size"] % item == 0 else 0,
             values=tuple(values),
             name=names[int(row["name"])] if kind == "watch" else None,
@@ -247,15 +232,15 @@ class Trace(Sequence):
 
     @cached_property
     def barriers(self) -> list[int]:
-        meetings: dict[int, int] = {}  # how many barriers a warp has come to -> the last step that did
-        passed: dict[int, int] = {}
+        """Of each meeting at a block barrier, the index of the step with which its last warp arrives."""
+        passed: Counter[int] = Counter()  # the barriers that a warp has come to
+        meetings: dict[int, int] = {}
         for step in self.steps:
             if step.kind == "barrier":
                 warps = {thread // 32 for thread in step.threads}  # one step may hold the whole block
-                for warp in warps:
-                    passed[warp] = passed.get(warp, 0) + 1
+                passed.update(warps)
                 meetings[passed[min(warps)]] = step.index
-        return sorted(set(meetings.values()))
+        return sorted(meetings.values())
 
     def at(self, step: int) -> State:
         """The state after this step; -1: before the first."""
@@ -263,10 +248,19 @@ class Trace(Sequence):
             raise InputError(f"step is {step!r}; this trace has steps 0 to {len(self.steps) - 1}, and -1 before them")
         return State(self, step)
 
+    def array(self, name: str) -> Array:
+        """One of `arrays`. Raises InputError for another name."""
+        if name not in self.arrays:
+            raise InputError(f"array is {name!r}; this trace has {', '.join(self.arrays) or 'none'}")
+        return self.arrays[name]
+
+    def size(self, array: str) -> int:
+        """The number of an array's elements."""
+        return math.prod(self.array(array).shape)
+
     def touching(self, array: str) -> list[Step]:
         """The steps that read or write this array."""
-        self._number(array)
-        return self._touching.get(array, [])
+        return self._touching.get(self.array(array).name, [])
 
     def writes(self, array: str) -> dict[int, tuple[int, ...]]:
         """Element -> the threads that wrote or atomically updated it, ascending."""
@@ -277,9 +271,8 @@ class Trace(Sequence):
         return self._who(array, "write")
 
     def _who(self, array: str, other_than: str) -> dict[int, tuple[int, ...]]:
-        self._number(array)
         found: dict[int, set[int]] = {}
-        for element, thread, step, _ in zip(*self.touches[array], strict=True):
+        for element, thread, step, _ in zip(*self.touches[self.array(array).name], strict=True):
             if self.steps[step].kind != other_than:
                 found.setdefault(int(element), set()).add(int(thread))
         return {element: tuple(sorted(threads)) for element, threads in sorted(found.items())}
@@ -312,27 +305,6 @@ class Trace(Sequence):
             for name in set(step.arrays) - {None}:
                 found.setdefault(name, []).append(step)
         return found
-
-    def _number(self, array: str) -> int:
-        if array not in self.arrays:
-            raise InputError(f"array is {array!r}; this trace has {', '.join(self.arrays) or 'none'}")
-        return self._all.index(self.arrays[array])
-
-    def size(self, array: str) -> int:
-        """The number of an array's elements."""
-        return math.prod(self.arrays[array].shape)
-
-    def _contents(self, number: int, step: int, first: int, count: int) -> np.ma.MaskedArray:
-        array = self._all[number]
-        item = array.itemsize
-        begin, end = first * item, (first + count) * item
-        known = np.full(end - begin, array.before is not None)
-        content = np.zeros(end - begin, np.uint8) if array.before is None else array.before[begin:end].copy()
-        places, bytes_, when = self._changes[number]
-        done = np.flatnonzero((when <= step) & (places >= begin) & (places < end))
-        content[places[done] - begin] = bytes_[done]  # where a byte is written twice, the later one stays
-        known[places[done] - begin] = True
-        return np.ma.MaskedArray(_decoded(content, array.dtype), mask=~known.reshape(-1, item).all(1))
 
 
 # ---- decoding ----

@@ -137,7 +137,7 @@ def _launch(program, of: cases.Case, y: torch.Tensor, threads: int, watch: str) 
 
 def _crowded(program, of: cases.Case, fault: Fault) -> str:
     """A line, with its line break, for a read past down_t in a row with tiles that overflow; else nothing."""
-    down_t = program.kernels["down"].parameters[POINTERS.index("down_t")].name
+    down_t = program.kernels["down"][POINTERS.index("down_t")].name
     over = [str(count) for count in of.packed[fault.block, :, 0].tolist() if count >= WORDS]
     if not isinstance(fault, faults.OutOfBounds) or fault.array != down_t or not over:
         return ""
@@ -147,7 +147,7 @@ def _crowded(program, of: cases.Case, fault: Fault) -> str:
 
 def _silent_rows(program, of: cases.Case, counts: Counts) -> str | None:
     """In words, how many more sectors of down_t were read than the rows of neurons that fire lie in; None if none."""
-    name = program.kernels["down"].parameters[POINTERS.index("down_t")].name
+    name = program.kernels["down"][POINTERS.index("down_t")].name
     fired, least = int(of.kept.any(0).sum()), cases.needed_sectors(of)
     read_sectors = counts.footprints[name].read_sectors
     if read_sectors <= least:

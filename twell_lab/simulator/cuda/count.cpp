@@ -84,8 +84,7 @@ static void trace(Worker& w, const Warp& warp, Event* const* e, const int* lanes
     SimStep s{};
     s.warp = warp.number, s.kind = e[0]->kind, s.space = e[0]->space, s.size = e[0]->size;
     s.path = w.sites.path(e[0]->site);
-    s.first = (int64_t)w.lanes.size(), s.lanes = n;
-    s.name = e[0]->kind == WATCH ? (int)e[0]->address : -1;
+    s.lanes = n, s.name = e[0]->kind == WATCH ? (int)e[0]->address : -1;
     for (int i = 0; i < n; ++i) {
         SimLane lane{warp.lane[lanes[i]]->number, -1, 0, {}};
         memcpy(lane.value, e[i]->value, 16);

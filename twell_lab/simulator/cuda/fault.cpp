@@ -7,7 +7,6 @@
 #include "runtime.h"
 
 std::atomic<int> sim_running{0};
-uint64_t sim_module_base = 0, sim_module_end = 0, sim_code_begin = 0;
 
 double now() {
     timespec t;
@@ -17,42 +16,39 @@ double now() {
 
 bool out_of_time(const Worker& w) { return w.launch->cancel || now() > w.deadline; }
 
-// ---- where this library is, and its thread-local block with the kernel's __shared__ arrays ----
-
-struct Module { uint64_t base, end, code; size_t tls_id; };
+// ---- where a library is, and its thread-local block with the kernel's __shared__ arrays ----
 
 static int find_module(dl_phdr_info* info, size_t, void* out) {
-    const uint64_t here = (uint64_t)&find_module;
-    bool ours = false;
-    uint64_t end = 0, code = 0;
+    Module& found = *(Module*)out;
+    Module m = {(uint64_t)info->dlpi_addr, 0, 0, 0, info->dlpi_tls_modid};
     for (int i = 0; i < info->dlpi_phnum; ++i) {
         const ElfW(Phdr)& p = info->dlpi_phdr[i];
-        const uint64_t begin = info->dlpi_addr + p.p_vaddr;
+        const uint64_t begin = info->dlpi_addr + p.p_vaddr, end = begin + p.p_memsz;
         if (p.p_type != PT_LOAD) continue;
-        if (here >= begin && here < begin + p.p_memsz) ours = true, code = begin;
-        end = std::max(end, begin + p.p_memsz);
+        if (found.code >= begin && found.code < end) m.code = begin, m.code_end = end;
+        m.end = std::max(m.end, end);
     }
-    if (ours) *(Module*)out = {(uint64_t)info->dlpi_addr, end, code, info->dlpi_tls_modid};
-    return ours;
+    if (m.code) found = m;
+    return m.code != 0;
+}
+
+Module module_of(uint64_t address) {
+    Module m{0, 0, address, 0, 0};
+    dl_iterate_phdr(find_module, &m);
+    return m;
 }
 
 struct TlsIndex { unsigned long module, offset; };
 extern "C" void* __tls_get_addr(TlsIndex*);
 
-char* thread_local_block() {
-    Module m{};
-    dl_iterate_phdr(find_module, &m);
-    sim_module_base = m.base, sim_module_end = m.end, sim_code_begin = m.code;
+char* thread_local_block(const Module& m) {
     if (!m.tls_id) return nullptr;
     TlsIndex index{m.tls_id, 0};
     return (char*)__tls_get_addr(&index);
 }
 
-// Where this library is loaded: what its symbols' values are counted from.
-extern "C" uint64_t sim_base() {
-    thread_local_block();
-    return sim_module_base;
-}
+// Where the library is loaded that has this address: what its symbols' values are counted from.
+extern "C" uint64_t sim_base(uint64_t address) { return module_of(address).base; }
 
 // ---- the tree of calls ----
 
@@ -90,7 +86,7 @@ SimPath Sites::path(uint32_t site) const {
     SimPath p{};
     uint32_t chain[MOST_FRAMES];
     for (; site != 0 && site != NO_SITE && p.depth < MOST_FRAMES; site = all[site].parent) chain[p.depth++] = site;
-    for (int i = 0; i < p.depth; ++i) p.pc[i] = all[chain[p.depth - 1 - i]].pc - sim_module_base;
+    for (int i = 0; i < p.depth; ++i) p.pc[i] = all[chain[p.depth - 1 - i]].pc - base;
     return p;
 }
 

@@ -78,7 +78,7 @@ constexpr int SAVED_WORDS = 20, RETURN_WORD = 11;
 
 // Stacks for as many threads as a block can have. Memory is used only where it is touched, and never given back. The word
 // after the last stack says whether the stacks' ends may be closed in a way that splits the mapping.
-extern "C" char* sim_make_stacks(int closed) {
+char* make_stacks(bool closed) {
     const size_t bytes = SIM_STACK * (MOST_THREADS + 2);
     void* region = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (region == MAP_FAILED) return nullptr;

@@ -3,7 +3,7 @@
 // While launches run, the process has handlers for the signals of a crash. A worker's thread that receives one while it
 // runs a kernel goes on where it left for the kernel: in run_block, on its own stack, with a note of what happened.
 // A timer's signal, which comes several times a second, does the same to a kernel that has used up its time. Every other
-// signal goes to the handler that was there before. All libraries of the process share the handlers of one of them.
+// signal goes to the handler that was there before.
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -22,20 +22,15 @@
 #endif
 
 extern "C" void sim_resume();  // fibers.cpp: the second half of a switch
-// Where the kernels' code ends; the linker puts the runtime's behind it. Only a library that toolchain.py builds has it.
-extern "C" __attribute__((weak, visibility("hidden"))) void sim_kernels_end();
 
 constexpr int TICK = SIGURG;  // ignored by default, and hardly ever used
 constexpr int CRASHES[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}, GUARDED = 7;
 constexpr double TICKS_APART = 0.05, LATE_TICKS_APART = 0.001;  // seconds
 
-struct Guard { pthread_key_t key; std::atomic<Heap*> heap; };
-
-static Guard guard;
-static std::atomic<Guard*> common{nullptr};  // of the library that was launched first
+static pthread_key_t key;
+static std::atomic<bool> has_key{false};
 static std::mutex guard_lock;
 static int guard_count = 0;
-static bool guard_has_key = false;
 static struct sigaction previous[NSIG];
 static volatile bool passed_on[NSIG];
 
@@ -98,7 +93,7 @@ static void pass_on(int number, siginfo_t* info, void* context) {
 
 static void on_signal(int number, siginfo_t* info, void* context) {
     const int error = errno;
-    Guarded* g = (Guarded*)pthread_getspecific(guard.key);
+    Guarded* g = (Guarded*)pthread_getspecific(key);
     ucontext_t& c = *(ucontext_t*)context;
     const bool tick = number == TICK && info->si_code == SI_TIMER && g && info->si_value.sival_ptr == g;
     // abort() sends its signal to the thread that it is called in; all others are raised by an instruction.
@@ -108,7 +103,7 @@ static void on_signal(int number, siginfo_t* info, void* context) {
         bool leaves = !tick;
         if (tick && (*g->cancel || now() > g->deadline)) {
             // Elsewhere it may hold a lock, of malloc's for example.
-            leaves = pc >= g->begin && pc < g->end && has_its_frame(pc);
+            leaves = pc >= g->module.code && pc < g->module.code_end && has_its_frame(pc);
             if (!leaves && !g->late) g->late = true, tick_every(*g, LATE_TICKS_APART);
         }
         if (leaves) {
@@ -124,12 +119,12 @@ static void on_signal(int number, siginfo_t* info, void* context) {
 
 static bool is_ours(const struct sigaction& a) { return a.sa_flags & SA_SIGINFO && a.sa_sigaction == on_signal; }
 
-// The handlers are installed from the first sim_guard_begin to the last sim_guard_end. The result goes into SimLaunch.
-extern "C" const void* sim_guard_begin() {
+// The handlers are installed from the first guard_begin to the last guard_end.
+bool guard_begin() {
     std::lock_guard<std::mutex> hold(guard_lock);
-    if (!guard_has_key && pthread_key_create(&guard.key, nullptr)) return nullptr;
-    guard_has_key = true;
-    if (guard_count++) return &guard;
+    if (!has_key && pthread_key_create(&key, nullptr)) return false;
+    has_key = true;
+    if (guard_count++) return true;
     for (int i = 0; i < GUARDED; ++i) {
         const int number = i ? CRASHES[i - 1] : TICK;
         struct sigaction ours = {}, now_there;
@@ -141,10 +136,10 @@ extern "C" const void* sim_guard_begin() {
         previous[number] = now_there;
         sigaction(number, &ours, nullptr);
     }
-    return &guard;
+    return true;
 }
 
-extern "C" void sim_guard_end() {
+void guard_end() {
     std::lock_guard<std::mutex> hold(guard_lock);
     if (--guard_count) return;
     for (int i = 0; i < GUARDED; ++i) {
@@ -171,12 +166,8 @@ GuardedThread::GuardedThread(Worker& w) : worker(w) {
     Guarded& g = w.guarded;
     const SimLaunch& l = *w.launch;
     g.main_sp = &w.main_sp, g.running = nullptr, g.crash.signal = 0, g.late = false, g.in_heap = 0;
-    if (!l.guard) return;
-    common = (Guard*)l.guard;
-    g.cancel = &l.cancel, g.deadline = w.deadline;
-    const uint64_t end = (uint64_t)&sim_kernels_end, call = (uint64_t)l.call;
-    const bool in_order = call >= sim_module_base && call < end && (uint64_t)&sim_resume >= end;
-    g.begin = in_order ? sim_code_begin : 0, g.end = in_order ? end : 0;
+    if (!l.guarded) return;
+    g.cancel = &l.cancel, g.deadline = w.deadline, g.module = w.module;
 
     w.signal_stack.resize(SIGNAL_STACK);
     stack_t stack = {};
@@ -184,42 +175,34 @@ GuardedThread::GuardedThread(Worker& w) : worker(w) {
     sigaltstack(&stack, &old_stack);
     const sigset_t set = guarded_signals();
     pthread_sigmask(SIG_UNBLOCK, &set, &old_mask);
-    pthread_setspecific(((const Guard*)l.guard)->key, &g);
+    pthread_setspecific(key, &g);
 
     struct sigevent event = {};
     event.sigev_notify = SIGEV_THREAD_ID, event.sigev_signo = TICK, event.sigev_value.sival_ptr = &g;
     event.sigev_notify_thread_id = (pid_t)syscall(SYS_gettid);
     g.timer = -1;
-    if (g.end && syscall(SYS_timer_create, CLOCK_MONOTONIC, &event, &g.timer) == 0)
+    if (syscall(SYS_timer_create, CLOCK_MONOTONIC, &event, &g.timer) == 0)
         tick_every(g, std::min(TICKS_APART, std::max(l.seconds, LATE_TICKS_APART)));
 }
 
 GuardedThread::~GuardedThread() {
-    const SimLaunch& l = *worker.launch;
-    if (!l.guard) return;
+    if (!worker.launch->guarded) return;
     if (worker.guarded.timer >= 0) syscall(SYS_timer_delete, worker.guarded.timer);
-    pthread_setspecific(((const Guard*)l.guard)->key, nullptr);
+    pthread_setspecific(key, nullptr);
     pthread_sigmask(SIG_SETMASK, &old_mask, nullptr);
     sigaltstack(&old_stack, nullptr);
 }
 
 Thread* thread_in_kernel() {
-    const Guard* the = common;
-    const Guarded* g = the ? (const Guarded*)pthread_getspecific(the->key) : nullptr;
+    const Guarded* g = has_key ? (const Guarded*)pthread_getspecific(key) : nullptr;
     return g ? g->running : nullptr;
-}
-
-std::atomic<Heap*>* common_heap() {
-    Guard* the = common;
-    return the ? &the->heap : nullptr;
 }
 
 // ---- what happened ----
 
 // The place in the kernel's code, as a return address: where the crash was or, if that is outside, the call that led there.
 static uint64_t place_of(const Thread& me, const Crash& c, uint64_t lowest, uint64_t top) {
-    const Guarded& g = me.worker->guarded;
-    const uint64_t begin = g.end ? g.begin : sim_code_begin, end = g.end ? g.end : sim_module_end;
+    const uint64_t begin = me.worker->module.code, end = me.worker->module.code_end;
     auto word = [&](uint64_t at) { return at >= lowest && at <= top - 8 && at % 8 == 0 ? *(const uint64_t*)at : 0; };
     if (c.pc < begin || c.pc >= end) {
         for (uint64_t at = (c.sp + 7) & ~7ull; at >= lowest && at < top; at += 8)

@@ -13,21 +13,33 @@
 static std::mutex idle_lock;
 static std::vector<Worker*> idle;
 
-static Worker* take_worker() {
-    {
-        std::lock_guard<std::mutex> hold(idle_lock);
-        if (!idle.empty()) {
-            Worker* w = idle.back();
-            idle.pop_back();
-            return w;
-        }
+// On Linux before 6.13 the closed ends of stacks split the memory of one worker into 2,048 mappings, and a process may have
+// 65,530 of them: only the first workers get closed ends.
+constexpr int CLOSED = 8;
+
+static Worker* take_worker() {  // null without memory for stacks
+    static int made = 0;
+    std::lock_guard<std::mutex> hold(idle_lock);
+    if (idle.empty()) {
+        char* stacks = make_stacks(made < CLOSED);
+        if (!stacks) return nullptr;
+        ++made;
+        idle.push_back(new Worker());
+        idle.back()->stacks = stacks;
     }
-    return new Worker();
+    Worker* w = idle.back();
+    idle.pop_back();
+    return w;
 }
 
-static void prepare(Worker& w, const SimLaunch& l, char* stacks, GlobalShadow* global, double deadline) {
+static void give_back(const std::vector<Worker*>& workers) {  // the first is the next to be taken
+    std::lock_guard<std::mutex> hold(idle_lock);
+    idle.insert(idle.end(), workers.rbegin(), workers.rend());
+}
+
+static void prepare(Worker& w, const SimLaunch& l, const Module& module, GlobalShadow* global, double deadline) {
     w.launch = &l;
-    w.stacks = stacks;
+    w.module = module, w.sites.base = module.base;
     const size_t threads = (size_t)l.block[0] * l.block[1] * l.block[2];
     if (w.threads.size() < threads) w.threads.resize(threads);
     w.fault_found = false;
@@ -48,7 +60,7 @@ static void prepare(Worker& w, const SimLaunch& l, char* stacks, GlobalShadow* g
 
 static void work(Worker& w, std::atomic<int64_t>& next, std::atomic<int64_t>& first_fault, int64_t blocks) {
     const SimLaunch& l = *w.launch;
-    w.shared_begin = thread_local_block();
+    w.shared_begin = thread_local_block(w.module);
     const GuardedThread guarded(w);
     if (l.watch) w.shared.assign((size_t)l.thread_local_bytes / 4 + 2, Word{});
     // A first block begins even when the time is over, as it may be where the computer is busy: so it is known where.
@@ -119,8 +131,16 @@ static void gather_counts(SimReport& report, const SimLaunch& l, const std::vect
     report.footprint = copy_out(footprint), report.n_footprint = (int64_t)footprint.size();
 }
 
-extern "C" SimReport* sim_launch(const SimLaunch* launch) {
+// Returns null without memory for the stacks of a block's threads.
+extern "C" SimReport* sim_launch(SimLaunch* launch) {
     const SimLaunch& l = *launch;
+    std::vector<Worker*> workers;
+    for (uint32_t i = 0; i < l.workers && i <= UINT8_MAX; ++i) {
+        workers.push_back(take_worker());
+        if (workers.back()) continue;
+        workers.pop_back(), give_back(workers);
+        return nullptr;
+    }
     const int64_t blocks = (int64_t)l.grid[0] * l.grid[1] * l.grid[2];
     std::atomic<int64_t> next{0}, first_fault{INT64_MAX};
     std::vector<GlobalShadow> global((size_t)l.n_buffers);
@@ -128,13 +148,13 @@ extern "C" SimReport* sim_launch(const SimLaunch* launch) {
         global[(size_t)i].words = l.watch ? (Word*)calloc((size_t)l.buffers[i].bytes / 4 + 2, sizeof(Word)) : nullptr;
     Flags flags;
     const double deadline = now() + l.seconds;
-    std::vector<Worker*> workers;
-    for (uint32_t i = 0; i < l.workers && i < blocks && i <= UINT8_MAX; ++i) workers.push_back(take_worker());
+    const Module module = module_of((uint64_t)l.call);
     for (size_t i = 0; i < workers.size(); ++i) {
-        prepare(*workers[i], l, l.stacks[i], global.data(), deadline);
+        prepare(*workers[i], l, module, global.data(), deadline);
         workers[i]->number = (uint8_t)i, workers[i]->flags = &flags;
     }
 
+    launch->guarded = launch->guarded && guard_begin();
     ++sim_running;
     std::vector<std::thread> others;
     for (size_t i = 1; i < workers.size(); ++i)
@@ -142,6 +162,7 @@ extern "C" SimReport* sim_launch(const SimLaunch* launch) {
     work(*workers[0], next, first_fault, blocks);
     for (std::thread& t : others) t.join();
     --sim_running;
+    if (l.guarded) guard_end();
 
     SimReport* report = (SimReport*)calloc(1, sizeof(SimReport));
     for (Worker* w : workers) {
@@ -161,8 +182,7 @@ extern "C" SimReport* sim_launch(const SimLaunch* launch) {
     }
     if (l.watch & COUNTS) gather_counts(*report, l, workers);
     for (GlobalShadow& g : global) free(g.words);
-    std::lock_guard<std::mutex> hold(idle_lock);
-    idle.insert(idle.end(), workers.begin(), workers.end());
+    give_back(workers);
     return report;
 }
 

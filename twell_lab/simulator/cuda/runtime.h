@@ -1,4 +1,4 @@
-// What the .cpp files of this folder share. Kernels see cuda_on_cpu.h only.
+// What the .cpp files of this folder share: one library, which those of the kernels need. Kernels see cuda_on_cpu.h only.
 //
 // A block's threads are fibers on one core. A fiber runs until it meets a barrier or a warp-wide operation that
 // others still have to reach; then the next lane of its warp goes on. Blocks are dealt out to the cores' workers.
@@ -49,9 +49,8 @@ struct SimLaunch {
     const SimShared* shared;
     int32_t n_buffers, n_shared;
     uint64_t thread_local_bytes;
-    char* const* stacks;  // for each worker, from sim_make_stacks
     volatile int32_t cancel;  // set from outside to end the launch
-    const void* guard;        // from sim_guard_begin, or null: a crash ends the process
+    int32_t guarded;          // if 0, a crash ends the process
 };
 struct SimPath { uint64_t pc[MOST_FRAMES]; int32_t depth, pad; };  // outermost call first
 struct SimWaiting { int32_t thread, kind; SimPath path; };
@@ -70,7 +69,7 @@ struct Totals { int64_t requests, accesses, bytes, sectors, lines, wavefronts, i
 constexpr int TOTALS = sizeof(Totals) / sizeof(int64_t);
 struct SimSite { uint64_t pc[MOST_FRAMES]; int32_t depth, kind, space, pad; Totals totals; };
 struct SimFootprint { int64_t array, read_sectors, written_sectors, block_read_sectors; };
-struct SimStep { int32_t warp, kind, space, size; SimPath path; int64_t first; int32_t lanes, name; };
+struct SimStep { int32_t warp, kind, space, size; SimPath path; int32_t lanes, name; };
 struct SimLane { int32_t thread, array; int64_t offset; uint8_t value[16]; };
 struct SimReport {
     SimFault fault;
@@ -90,6 +89,7 @@ struct Site {
     Totals global, shared;
 };
 struct Sites {
+    uint64_t base;  // of the library with the kernel
     std::vector<Site> all;
     std::unordered_map<uint64_t, uint32_t> children;
     struct Recent { uint64_t pc; uint32_t parent, site; } recent[4096];  // most look-ups end here
@@ -145,7 +145,6 @@ struct Flags {
 
 struct Warp;
 struct Worker;
-struct Heap;
 
 struct Thread : SimThread {
     void* sp;
@@ -178,15 +177,17 @@ struct Warp {
     int number;
 };
 
-// What a signal handler found (how: READ, WRITE or -1, unknown), and what it knows of the thread that it runs in. The same
-// in every library of the process, since the handlers of one serve all.
+// Where the library with a kernel is: all of it, and its code, in which a kernel can be left at any moment.
+struct Module { uint64_t base, end, code, code_end; size_t tls_id; };
+
+// What a signal handler found (how: READ, WRITE or -1, unknown), and what it knows of the thread that it runs in.
 struct Crash { int signal, code, how; uint64_t address, pc, sp, fp; };
 struct Guarded {
     void* const* main_sp;        // where the worker goes on when it leaves the kernel
     Thread* volatile running;    // whose code it is in, null outside of kernels
     const volatile int32_t* cancel;
     double deadline;
-    uint64_t begin, end;         // the kernels' code: where it can be left at any moment
+    Module module;
     int timer;
     bool late;
     volatile uint64_t in_heap;   // the call of malloc, free or the like that the C library is at work on, or 0
@@ -195,6 +196,7 @@ struct Guarded {
 
 struct Worker {
     const SimLaunch* launch;
+    Module module;
     int64_t block;  // linear number in the grid
     uint32_t block_serial, epoch;
     void* main_sp;
@@ -239,20 +241,23 @@ inline Thread* self() { return static_cast<Thread*>(sim_thread()); }
 
 // fibers.cpp
 extern "C" void sim_switch(void** save, void* load);
+char* make_stacks(bool closed);
 void aim_at_start(Thread&, void (*kernel)());
 void release_stack(char* stack);
 
 // fault.cpp
 extern std::atomic<int> sim_running;
-extern uint64_t sim_module_base, sim_module_end, sim_code_begin;
 double now();
 bool out_of_time(const Worker&);
-char* thread_local_block();
+Module module_of(uint64_t address);
+char* thread_local_block(const Module&);
 SimFault fault_of(Thread&, int kind, uint64_t pc);
 void end_with(Worker&, const SimFault&);
 [[noreturn]] void stop(Thread&, SimFault);
 
 // guard.cpp: while it lives, a crash of the kernel that this thread runs ends the kernel's block alone
+bool guard_begin();
+void guard_end();
 struct GuardedThread {
     explicit GuardedThread(Worker&);
     ~GuardedThread();
@@ -261,8 +266,7 @@ struct GuardedThread {
     sigset_t old_mask;
 };
 SimFault fault_of_crash(Thread&);
-Thread* thread_in_kernel();            // the one whose code runs here, null outside of kernels
-std::atomic<Heap*>* common_heap();     // of all libraries of the process; null before the first launch
+Thread* thread_in_kernel();  // the one whose code runs here, null outside of kernels
 
 // order.cpp: who used a word before, and whether anything puts one use before the other (heap.cpp is called by kernels)
 void order_start(Worker&);

@@ -6,7 +6,7 @@
 
 #include "runtime.h"
 
-#define HOOK extern "C" __attribute__((visibility("hidden"), noinline))
+#define HOOK extern "C" __attribute__((noinline))
 #define HERE (uint64_t) __builtin_return_address(0)
 
 static SimFault fault_at(Thread& me, int kind, uint64_t address, uint32_t size, int how, uint64_t pc) {
@@ -105,7 +105,7 @@ static void access(const void* pointer, uint32_t size, int how, uint32_t aligned
             check_global(me, i, address, size, how, is_volatile, pc);
         }
         // The program's own constants.
-        if (space == NOWHERE && address >= sim_module_base && address < sim_module_end) space = GLOBAL;
+        if (space == NOWHERE && address >= w.module.base && address < w.module.end) space = GLOBAL;
     }
     if (space == NOWHERE) stop_at(me, OUT_OF_BOUNDS, address, size, how, pc);
     if (address % aligned) stop_at(me, MISALIGNED, address, size, how, pc);
@@ -153,7 +153,7 @@ static void check_range(Thread& me, const void* pointer, uint64_t n, uint64_t ro
             fits &= address >= frame + 16 || address + n <= frame;
         }
     } else {
-        fits = inside(sim_module_base, sim_module_end - sim_module_base);
+        fits = inside(w.module.base, w.module.end - w.module.base);
         for (int i = 0; i < l.n_shared; ++i) fits |= inside((uint64_t)w.shared_begin + l.shared[i].offset, l.shared[i].bytes);
         for (int i = 0; i < l.n_buffers; ++i) fits |= inside(l.buffers[i].begin, l.buffers[i].bytes);
         fits &= n <= room;
@@ -241,7 +241,8 @@ HOOK void __ubsan_handle_divrem_overflow(const void*, uint64_t, uint64_t) {
 // entered and its last one after it was left; the frame shows that these blocks are not its caller's.
 #define CALLER_FRAME (*(void**)__builtin_frame_address(0))
 
-HOOK void __cyg_profile_func_enter(void*, void* call) {
+// The C library has functions of these names, too, which do nothing: the linker puts these in their place (--wrap).
+HOOK void __wrap___cyg_profile_func_enter(void*, void* call) {
     if (!sim_running.load(std::memory_order_relaxed)) return;
     Thread& me = *self();
     // The frame may be too large for a stack whose end is not closed: then self() is already another thread.
@@ -257,7 +258,7 @@ HOOK void __cyg_profile_func_enter(void*, void* call) {
     me.frames.push_back(CALLER_FRAME);
 }
 
-HOOK void __cyg_profile_func_exit(void*, void*) {
+HOOK void __wrap___cyg_profile_func_exit(void*, void*) {
     if (!sim_running.load(std::memory_order_relaxed)) return;
     Thread& me = *self();
     me.frames.pop_back();
