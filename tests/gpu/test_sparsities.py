@@ -394,6 +394,7 @@ def test_an_adapter_under_a_swapped_layer_is_that_of_the_dense_one(plan):
 @pytest.mark.parametrize("method", ("teal", "wina"))
 def test_thresholds_stay_kernels_in_compiled_code(gpu, d_model, d_ff, tokens, method):
     """A layer with thresholds on its inputs, and a projection of an attention behind one, eager and compiled."""
+    torch._dynamo.reset()  # or the cases together are more compilations than one function may have
     torch.manual_seed(tokens)
     layer = GatedFeedForward(d_model, d_ff)
     layer.act_fn = torch.nn.SiLU()
@@ -409,5 +410,5 @@ def test_thresholds_stay_kernels_in_compiled_code(gpu, d_model, d_ff, tokens, me
             assert (y.float() - wanted).norm() <= 0.03 * wanted.norm()  # rounding moves some over a threshold
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled, torch.no_grad():
         call(x)
-    names = [event.name for event in profiled.events() if "kept_inputs" in event.name]
+    names = [event.name for event in profiled.events() if event.name.startswith("kept_inputs_v")]
     assert len(names) == (3 if tokens <= kept_inputs.FEW else 0)
