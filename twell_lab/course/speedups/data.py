@@ -88,9 +88,7 @@ def recorded() -> list[dict]:
         planned = {_same_way(row) for row in rows if row["path"] in _SPARSE}  # a record may time forced paths alone
         rows = [row for row in rows if _same_way(row) in planned]
         earlier = earlier_commit(record) if rows else None
-        found += [
-            row | {"where": f"recorded on {device_and_day(row['device'], record.date, earlier)}"} for row in rows
-        ]
+        found += [row | {"where": f"recorded on {device_and_day(row['device'], record.date, earlier)}"} for row in rows]
         taken |= set(map(_same_way, rows))
     speaking = [row for row in found if row["step"] != TRAINING]
     if not speaking:
