@@ -1,5 +1,7 @@
 """Recorded times and times of now: what counts as one measurement, and what is said where nothing is timed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,10 +39,16 @@ def test_of_the_same_measurement_the_newest_is_read(keep):
         ),
     )
     found = recorded.newest("a", "H100", lambda each: each["kind"] == "inference")
-    assert [(each["ms"], each["where"]) for each in found] == [
-        (1.0, "recorded on NVIDIA H100, 2026-01-02"),
-        (4.0, "recorded on NVIDIA H100, 2026-01-01; stale: code has changed since"),
-    ]
+    assert [each["ms"] for each in found] == [1.0, 4.0]
+    for each, day, earlier in zip(found, ("2026-01-02", "2026-01-01"), (False, True), strict=True):
+        assert "NVIDIA H100" in each["where"] and day in each["where"]
+        assert ("commit" in each["where"]) == earlier  # the version, where kernels have changed since
+
+
+@pytest.mark.parametrize("kernels, commit", [(("gone",), "0123abcd"), ((), None)])
+def test_a_record_with_earlier_kernels_names_its_commit(kernels, commit):
+    made = replace(record("a", "2026-01-01T00:00:00Z", [row()], kernels), commit="0123abcd")
+    assert recorded.earlier_commit(made) == commit
 
 
 @pytest.mark.parametrize("error", [TwellError("too old"), torch.OutOfMemoryError("too old"), RuntimeError("too old")])

@@ -16,15 +16,22 @@ GRAPH = " (graph)"
 LEAST = 0.97  # times as fast as dense: a lower figure counts as a loss; between it and 1 the difference may be noise
 
 
-def device_and_day(device: str, date: str, stale: bool = False) -> str:
-    """Device and day of a record, as figures and tables say it: "NVIDIA H100, 2026-01-02"; and whether it is stale."""
-    return f"{device}, {date[:10]}" + "; stale: code has changed since" * stale
+def device_and_day(device: str, date: str, earlier: str | None = None) -> str:
+    """Return device and day of a record, as figures and tables say it: "NVIDIA H100, 2026-01-02".
+
+    earlier: the commit whose kernels ran, where they have changed since (see `earlier_commit`)."""
+    return f"{device}, {date[:10]}" + (f", with earlier kernels of commit {earlier[:8]}" if earlier else "")
+
+
+def earlier_commit(record: records.Record) -> str | None:
+    """Return the commit that a record was made at, if a kernel that ran for it has changed since; else None."""
+    return (record.commit or "unknown") if records.stale(record) else None
 
 
 def sourced(record: records.Record) -> list[dict]:
     """Return the rows of a record that name a device, each with `where`: "recorded on <device>, <day>"."""
-    old, rows = records.stale(record), [row for row in record.rows if "device" in row]
-    return [row | {"where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
+    earlier, rows = earlier_commit(record), [row for row in record.rows if "device" in row]
+    return [row | {"where": f"recorded on {device_and_day(row['device'], record.date, earlier)}"} for row in rows]
 
 
 def same(row: dict) -> tuple:

@@ -14,7 +14,7 @@ from ..drawing import BESIDE, nothing, say, squares
 
 GROUPS = {"the gate, 16,384 tokens": plots.BLUE, "whole layer, 1 token": plots.GREEN}
 VERSIONS = {  # of data.versions, as the figure calls them
-    "sm80 gate_pack": "for older GPUs (mma.sync)",
+    "sm80 gate_pack": "for older GPUs",
     "gate GEMM (torch), then pack": "torch's product, then pack",
     "gate GEMM (torch)": "torch's product, not packed",
     "sm90 gate_pack v1": "version 1: TMA, wgmma",

@@ -22,7 +22,7 @@ from ...bench.whole import model_name
 from ...core import StackError
 from ...layers.find import feed_forwards
 from ...models.tiny import ModelConfig
-from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, newest, select
+from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, earlier_commit, newest, select
 
 FORWARD, DECODE, TRAINING = "forward", "decode", "training"
 _KINDS = {"model_forward": FORWARD, "model_decode": DECODE, "model_training": TRAINING, "training": TRAINING}
@@ -87,8 +87,8 @@ def recorded() -> list[dict]:
         rows = [read for row in record.rows if (read := _read(row)) and _same_way(read) not in taken]
         planned = {_same_way(row) for row in rows if row["path"] in _SPARSE}  # a record may time forced paths alone
         rows = [row for row in rows if _same_way(row) in planned]
-        old = bool(rows) and records.stale(record)
-        found += [{**row, "where": f"recorded on {device_and_day(row['device'], record.date, old)}"} for row in rows]
+        earlier = earlier_commit(record) if rows else None
+        found += [row | {"where": f"recorded on {device_and_day(row['device'], record.date, earlier)}"} for row in rows]
         taken |= set(map(_same_way, rows))
     speaking = [row for row in found if row["step"] != TRAINING]
     if not speaking:
