@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .. import core
-from ..core import InputError, write_atomically
+from ..core import InputError, TwellError, write_atomically
 from ..models.tiny import LanguageModel
 from . import exercises
 from .sweep import checkpoint
@@ -37,7 +37,7 @@ def kernel(name: str) -> tuple[Path, str]:
     own, answer = FOLDER / f"{name}.cu", FOLDER / "answers" / f"{name}.cu"
     try:
         exercises.CHECKS[name](str(own))
-    except (NotYet, InputError):
+    except (NotYet, TwellError):
         write_atomically(answer, _answer(name))
         return answer, f"No {name} of yours passes its exercise yet; the course's answer stands in."
     return own, f"Your kernel {name}."
