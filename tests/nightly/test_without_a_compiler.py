@@ -5,6 +5,8 @@ import pytest
 from tests.notebooks import test_without_a_compiler as ordinary
 
 
-@pytest.mark.parametrize("name", ["06-cuda-puzzles.ipynb", "09-hopper-kernels.ipynb", "12-capstone.ipynb"])
+@pytest.mark.parametrize(
+    "name", ["06-cuda-puzzles.ipynb", "09-hopper-kernels.ipynb", "12-capstone.ipynb", "13-your-speedup.ipynb"]
+)
 def test_every_cell_runs_and_says_what_it_leaves_out(name, tmp_path, monkeypatch):
     ordinary.test_every_cell_runs_and_says_what_it_leaves_out(name, tmp_path, monkeypatch)

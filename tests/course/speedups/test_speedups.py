@@ -3,10 +3,12 @@
 import math
 
 import pytest
+import torch
 
+from twell_lab.analysis.profile import profile
 from twell_lab.course.recorded import GRAPH, LOGNORMAL
 from twell_lab.course.speedups import data as speedups
-from twell_lab.models.tiny import ModelConfig
+from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.records import Record
 
 SIZES = {"device": "NVIDIA H100", "dtype": "bfloat16", "d_model": 64, "d_ff": 256, "gated": True}
@@ -135,3 +137,16 @@ def test_a_model_and_its_layers_are_timed_here():
     parts = speedups.pieces(rows, layers)
     assert len({(part["what"], part["path"]) for part in parts}) == 4
     assert sum(part["ms"] for part in parts) == pytest.approx(sum({part["whole"] for part in parts}))
+
+
+def test_a_drawn_model_fires_like_the_one_that_was_profiled():
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    firing = profile(
+        LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=64, context=16)), [torch.randint(256, (8, 16))]
+    )
+    config = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=128, context=16)
+    rows, _ = speedups.measured(config, "cpu", seconds=0.01, firing=firing)
+    assert rows[0]["nnz"] / 128 == pytest.approx(
+        firing.layers[0].density, rel=0.2
+    )  # half of them, not the paper's 0.5%

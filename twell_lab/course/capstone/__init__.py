@@ -11,6 +11,7 @@ from .data import (
     floor,
     gpu_rates,
     judge,
+    launcher,
     least_us,
     library_counts,
     medal,

@@ -11,11 +11,13 @@ import dataclasses
 import hashlib
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ... import records, simulator
 from ...analysis.predict import rates_of
@@ -95,6 +97,33 @@ def threads_of(text: str) -> int:
     if threads % 32 or not 32 <= threads <= 1024:
         raise InputError(f"THREADS is {threads:,}; accepted: a multiple of 32 from 32 to 1024")
     return threads
+
+
+def launcher(
+    file: str | Path, device: str, counted: list[Counts] | None = None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return a function of packed, gate, down_t and y that launches the kernel in a file, and returns y.
+
+    device: "cuda" for the GPU here, "cpu" for the simulator. counted: a list that gets the counts of each launch in the
+    simulator; without it nothing is watched. Raises InputError for what is no kernel file, CompileError and StackError
+    as the compilers do."""
+    text = source(file)
+    threads = threads_of(text)
+    if device == "cuda":
+        return gpu.Mine(text, threads, gpu.dtype_here())
+    program, watch = (
+        simulator.compile(Path(file).absolute(), {"VALUE_BF16": True}),
+        "counts" if counted is not None else None,
+    )
+
+    def launch(packed: Tensor, gate: Tensor, down_t: Tensor, y: Tensor) -> Tensor:
+        given = packed, gate, down_t, y, down_t.shape[1], gate.shape[1], TILE, WORDS
+        run = program.launch("down", len(packed), threads, given, watch=watch, seconds=SECONDS)
+        if counted is not None and run.counts:
+            counted.append(run.counts)
+        return y
+
+    return launch
 
 
 def judge(file: str | Path) -> Judged:

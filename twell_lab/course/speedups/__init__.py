@@ -1,1 +1,1 @@
-"""The workshop "measured speedups": how a layer's speedup becomes a model's, recorded and measured here."""
+"""Notebook 13: how a layer's speedup becomes a model's, recorded and measured here."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import records
+from ...analysis.profile import FiringProfile
 from ...bench import models, workloads
 from ...bench import rows as timed
 from ...bench.models import PLANNED
@@ -311,22 +312,26 @@ def costs(found: list[dict]) -> list[dict]:
 # ---- this machine ----
 
 
-def yours(device: str) -> tuple[list[dict], list[dict]]:
+def yours(device: str, firing: FiringProfile | None = None) -> tuple[list[dict], list[dict]]:
     """Rows of a drawn model that is planned, checked and timed on this machine, and rows of its layers.
 
-    device: "cpu" or "cuda". Raises StackError where transformers is missing, or too little memory is there."""
+    device: "cpu" or "cuda". firing: of a model whose neurons those of the drawn one fire like; by default they fire as
+    the paper's. Raises StackError where transformers is missing, or too little memory is there."""
     try:
-        return measured(_ON_GPU if device == "cuda" else _ON_CPU, device)
+        return measured(_ON_GPU if device == "cuda" else _ON_CPU, device, firing=firing)
     except RuntimeError as error:
         raise StackError(f"nothing was timed here: {error}") from None
 
 
 @torch.no_grad()
-def measured(config: ModelConfig, device: str, seconds: float = 1.5) -> tuple[list[dict], list[dict]]:
+def measured(
+    config: ModelConfig, device: str, seconds: float = 1.5, firing: FiringProfile | None = None
+) -> tuple[list[dict], list[dict]]:
     """As `yours`, for a model of these sizes: a forward of its context, and a step of decoding behind as many tokens.
     seconds: for how long each is timed on a CPU."""
     length = config.context
-    bench = models.Bench(config, tokens=(length,), batches=(1,), cached=length, device=device, about=DRAWN)
+    how = {"tokens": (length,), "batches": (1,), "cached": length, "device": device, "firing": firing}
+    bench = models.Bench(config, about=DRAWN, **how)
     found: list[dict] = []
     layers: list[dict] = []
     for key in bench.works:
