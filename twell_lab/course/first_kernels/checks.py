@@ -80,7 +80,7 @@ def _launched(program: simulator.Program, kernel: str, grid, block: int, argumen
         other = f"line {fault.other_line.number} (thread {fault.other_thread})"
         raise NotYet(f"a SharedRace on {fault.array}: {at}, {other}.") from None
     except simulator.Fault as fault:
-        names = (parameter.name for parameter in program.kernels[kernel].parameters)
+        names = (parameter.name for parameter in program.kernels[kernel])
         grid = grid if isinstance(grid, tuple) else (grid,)
         case = Case("", grid, (block,), dict(zip(names, arguments, strict=True)), {})
         raise NotYet(in_words(fault, case)) from None
