@@ -296,6 +296,17 @@ _generation = _each(
     },
 )
 generations = _table("decoding", _of("decoding"), "whole generations, {where}", _generation)
+large_generations = _table("decoding-8b", _of("decoding"), "an 8B shape with SiLU, {where}", _generation)
+
+
+def _arena(rows: list[dict]) -> Cells:
+    """Yield of each contender and layer the us that a layer takes in plain calls, in brackets in a CUDA graph."""
+    for row in rows:
+        path, layer = row["path"].removesuffix(_GRAPH), row["workload"].split(" layers, ", 1)[1]
+        yield path.removeprefix("twell-lab: "), layer, f"{1e3 * row['ms']:.1f}"
+
+
+arena = _table("arena", _of("arena"), "us a layer, {where}", _arena)
 
 
 def _layer(tokens: int, paths: tuple[str, str], time: str = "ms", kind: str = "inference") -> tuple:
