@@ -12,7 +12,7 @@ SIMULATED = [name for name in kernels.sources() if name.startswith("smxx_")]
 # What is in the names of the cases that reach every barrier of a source; for others: one case of each version.
 CHOSEN = {
     "smxx_survivors": ("survivors ", "train heavy rows", "train step: torch.bfloat16"),
-    "smxx_train_rows": ("train first versions: torch.bfloat16",),
+    "smxx_train_rows": ("train first versions: torch.bfloat16", "train first versions, wide rows"),
     "smxx_train_slabs": ("train step: torch.bfloat16", "train heavy rows"),
     "smxx_train_lost": ("train lost rows", "train many rows lost"),
     "smxx_lost_weights": ("train lost rows", "train many rows lost"),

@@ -151,6 +151,7 @@ CASES = [
         case("first versions", dtype, 21, 264, 600, gated, operation=first_versions, sources=FIRST)
         for dtype, gated in ((BF16, True), (FP16, False))
     ),
+    case("first versions, wide rows", BF16, 5, 1032, 40, True, operation=first_versions, sources=FIRST),
     # On a GPU with tensor cores these have lost rows there, and more than those take.
     *(
         case("tensor cores", dtype, 300, 264, 1000, gated, rows="some spoilt", sources=TENSOR, oldest=(8, 0))
