@@ -112,15 +112,7 @@ def _run(command: list, folder: Path | None = None, text: str = "") -> subproces
 
 
 def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]:
-    flags = [
-        "-std=c++17",
-        "-fPIC",
-        "-fno-plt",
-        "-w",
-        "-ffp-contract=off",
-        "-fno-strict-aliasing",
-        "-fno-omit-frame-pointer",
-    ]
+    flags = "-std=c++17 -fPIC -fno-plt -w -ffp-contract=off -fno-strict-aliasing -fno-omit-frame-pointer".split()
     # Debug information about lines and inlined functions alone: a quarter of the size. DWARF 4, since some binutils
     # (2.40) misread the headers of version 5; gcc needs the two flags in this order.
     flags += ["-gdwarf-4", "-g1"]
