@@ -75,8 +75,9 @@ extern "C" __global__ void uses_what_it_took(float* out, const float* in, int n)
     for (int i = 0; i < n; ++i) out[T] = own[i] == 0 ? out[T] : -2, own[i] = T + i;
     own = (int*)realloc(own, 400000);
     __syncthreads();
-    out[T] = 0;
-    for (int i = 0; i < n; ++i) out[T] += own[i];
+    float all = 0;
+    for (int i = 0; i < n; ++i) all += own[i];
+    out[T] = all;  // the same from every block, in whichever order they end
     free(own);
 }
 """
