@@ -61,11 +61,9 @@ class Recording(NamedTuple):
 def options_of(name: str) -> set[str]:
     """Return the options that a recording takes."""
     recording = RECORDINGS[name]
-    return (
-        {"seconds", *recording.takes}
-        if isinstance(recording, Recording)
-        else {*inspect.signature(recording).parameters}
-    )
+    if isinstance(recording, Recording):
+        return {"seconds", *recording.takes}
+    return {*inspect.signature(recording).parameters}
 
 
 def make(name: str, keep: Keep = lambda record: None, **options: Any) -> Record:

@@ -184,5 +184,5 @@ CASES = [  # what says most comes first, should the time not do for all
 
 def sections(left_out: dict, rivals: str | Path | None = None) -> rows.Sections:
     """Return the steps of the record. rivals: the folder of others' code."""
-    found = {} if rivals is None else rivals_in(rivals)
-    return {case.label: [partial(case_rows, case, found, left_out)] for case in CASES}
+    others = {} if rivals is None else rivals_in(rivals)
+    return {case.label: [partial(case_rows, case, others, left_out)] for case in CASES}

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..analysis.planner import plan
 from ..analysis.profile import profile
 from ..layers.find import feed_forwards
+from ..layers.skipping import SkippingLinear
 from ..models.generate import forget, generate
 from ..models.swap import sparsify
 from ..models.thresholds import calibrate
@@ -132,6 +133,9 @@ def thresholded(shape: Shape) -> Callable[[float], dict[str, Any]]:
         model, layers = sparsify(copy.deepcopy(cut), "kept_inputs"), feed_forwards(cut)
         x = torch.randn(4, sizes.d_model, device=shape.device, dtype=shape.dtype)  # as a norm's output is
         errors = workloads.layer_errors(layers, model, {layer.name: x for layer in layers}, 1)
+        for name, projection in model.named_modules():
+            if isinstance(projection, SkippingLinear):  # of attention
+                errors.append(workloads.output_errors(projection(x[:1]), cut.get_submodule(name)(x[:1])))
         workloads.check_cut(errors, f"thresholds {sparsity:.0%}")
         return {DENSE: dense, f"thresholds {sparsity:.0%}": model}
 

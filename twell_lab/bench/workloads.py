@@ -172,11 +172,17 @@ def layer_errors(layers: list[FeedForward], model: nn.Module, inputs: Inputs, to
     for dense, sparse in zip(layers, feed_forwards(model), strict=True):
         if isinstance(sparse.module, SparseFFN) and sparse.module.registered:
             x = inputs[dense.name]
-            right = dense.module(x).double()
-            y = torch.cat([sparse.module(part) for part in x.split(tokens)]).double()
-            norm = right.norm().clamp(min=1e-30)
-            errors.append((float((y - right).norm() / norm), abs(float((y * right).sum() / norm**2) - 1)))
+            y = torch.cat([sparse.module(part) for part in x.split(tokens)])
+            errors.append(output_errors(y, dense.module(x)))
     return errors
+
+
+def output_errors(y: Tensor, right: Tensor) -> tuple[float, float]:
+    """Return the norm of the difference as a share of the right one's norm, and how far the factor between both is
+    from 1."""
+    y, right = y.double(), right.double()
+    norm = right.norm().clamp(min=1e-30)
+    return float((y - right).norm() / norm), abs(float((y * right).sum() / norm**2) - 1)
 
 
 def check_cut(errors: list[tuple[float, float]], label: str) -> float:

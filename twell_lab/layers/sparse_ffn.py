@@ -323,18 +323,17 @@ class SparseFFN(nn.Module, StandIn):
 
             if not x.is_cuda or not 0 < tokens <= FEW:
                 return self.dense(x)
-            by_column = self.formula["cut"].by_column
-            return self.by_column(x, weights) if by_column else functional.infer_kept(x, *weights, self.kept)
+            return self.by_kept_inputs(x, weights)
         return functional.infer(x, *weights, chosen[1], chosen[2], self.tile, self.words, self.acts)
 
-    def by_column(self, x: Tensor, weights: Weights) -> Tensor:
-        """Compute a layer whose thresholds differ by column (WINA) as ops.functional.infer_kept computes others, with
-        zeros set before each operator, which then has no threshold."""
+    def by_kept_inputs(self, x: Tensor, weights: Weights) -> Tensor:
+        """Compute a layer with thresholds on its inputs as two operators (ops.kept_inputs). Where thresholds differ by
+        column (WINA), zeros are set before each, and the operators have no threshold."""
         gate, up, down, gate_bias, up_bias, down_bias = weights
         first = (up, None, up_bias, None) if gate is None else (gate, up, gate_bias, up_bias)
-        product, cut = torch.ops.twell_lab.kept_inputs, self.formula["cut"]
-        h = product(zeroed(x, cut.input), *first, 0.0, self.kept.kind)
-        return product(zeroed(h, cut.hidden), down, None, down_bias, None, 0.0, None)
+        product, kept, cut = torch.ops.twell_lab.kept_inputs, self.kept, self.formula["cut"]
+        h = product(zeroed(x, cut.input) if cut.by_column else x, *first, kept.inputs, kept.kind)
+        return product(zeroed(h, cut.hidden) if cut.by_column else h, down, None, down_bias, None, kept.hidden, None)
 
     def _is_plain(self) -> bool:
         """Return `is_plain`: asked while code is traced, not before each call."""

@@ -125,11 +125,9 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
 
 def _paths(told: Plan | Choice) -> set[str]:
     """Return the paths that are taken somewhere."""
-    return (
-        {told.path}
-        if isinstance(told, Choice)
-        else {one.path for layer in told.layers for one in layer.choices.values()}
-    )
+    if isinstance(told, Choice):
+        return {told.path}
+    return {choice.path for layer in told.layers for choice in layer.choices.values()}
 
 
 def _stays(plan: LayerPlan | Choice) -> bool:

@@ -67,18 +67,6 @@ def infer(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot=0, tile=TI
     return (_infer_cuda if x.is_cuda else _infer_cpu)(x, *weights, path, hot, tile, words, *acts)
 
 
-def infer_kept(x, gate, up, down, gate_bias, up_bias, down_bias, kept) -> Tensor | None:
-    """Compute a layer with thresholds on its inputs in compiled code, as two operators; None where the kernel would not
-    be taken: on a CPU, and for more tokens than ops.kept_inputs.FEW. kept: of type ops.kept_inputs.Kept."""
-    from .kept_inputs import FEW
-
-    if not x.is_cuda or not 0 < x.shape[:-1].numel() <= FEW:
-        return None
-    first = (up, None, up_bias, None) if gate is None else (gate, up, gate_bias, up_bias)
-    h = torch.ops.twell_lab.kept_inputs(x, *first, kept.inputs, kept.kind)
-    return torch.ops.twell_lab.kept_inputs(h, down, None, down_bias, None, kept.hidden, None)
-
-
 # ---- the public functions
 
 

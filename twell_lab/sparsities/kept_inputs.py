@@ -52,7 +52,7 @@ class KeptInputs(Path):
         if not kept_inputs.takes(call.capability, rows, *turned):
             return None
         if layer.formula["cut"].by_column:
-            return partial(layer.by_column, weights=weights)
+            return partial(layer.by_kept_inputs, weights=weights)
         given = (rows, *turned, *buffers[3:], layer.kept)
         call.returns(kept_inputs.layer(call, *given))
         return call.bind(*weights)

@@ -111,10 +111,8 @@ def launcher(
     threads = threads_of(text)
     if device == "cuda":
         return gpu.Mine(text, threads, gpu.dtype_here())
-    program, watch = (
-        simulator.compile(Path(file).absolute(), {"VALUE_BF16": True}),
-        "counts" if counted is not None else None,
-    )
+    program = simulator.compile(Path(file).absolute(), {"VALUE_BF16": True})
+    watch = None if counted is None else "counts"
 
     def launch(packed: Tensor, gate: Tensor, down_t: Tensor, y: Tensor) -> Tensor:
         given = packed, gate, down_t, y, down_t.shape[1], gate.shape[1], TILE, WORDS
