@@ -19,6 +19,7 @@ struct Pooled {
 
 struct RowFacts {
     int kept;
+    bool pooled;  // whether some tile has more values than slots
     bool beyond;  // whether the pool could not hold some
     bool lost;    // whether others have to compute the row
 };
@@ -29,10 +30,12 @@ public:
 
     // Before the first call of next. A row is lost if it has more values than the pool could take, or more than `most`.
     __device__ __forceinline__ RowFacts facts(int most) {
-        RowFacts f = {0, false, false};
+        RowFacts f = {0, false, false, false};
         for (;;) {
+            const bool over = mine_ > SLOTS;
             f.kept += listed_;
-            f.beyond |= __any_sync(ALL_LANES, pooled_at_ + mine_ - SLOTS > POOL_WORDS);
+            f.pooled |= __any_sync(ALL_LANES, over);
+            f.beyond |= __any_sync(ALL_LANES, over && pooled_at_ + mine_ - SLOTS > POOL_WORDS);
             if (group_ + WARP >= tiles()) break;
             open_group(group_ + WARP);
         }
@@ -107,9 +110,19 @@ private:
     }
 };
 
+// stats += tokens, kept entries, rows that are read from the pool, lost rows; null: not counted. The number of tokens
+// is that of blocks, and known to the first.
+__device__ __forceinline__ void count_row(unsigned long long* stats, const RowFacts& f) {
+    if (!stats || threadIdx.x != 0) return;
+    if (blockIdx.x == 0) atomicAdd(&stats[0], (unsigned long long)gridDim.x);
+    if (f.kept) atomicAdd(&stats[1], (unsigned long long)f.kept);
+    if (f.pooled || f.lost) atomicAdd(&stats[f.lost ? 3 : 2], 1ull);
+}
+
 // What the first pass of a gated layer (smxx_up.cu) leaves for the second (smxx_down.cu), for each row, in the row's
 // part of an array of floats laid out like the words: pairs of a hidden value's bits and its column, in the order of
-// the walk. In the first word of the first pair's place is a head, what became of the row: kept values * 4 + one of
+// the walk. In the first word of the first pair's place is a head, what became of the row: kept values * 8 + (in the
+// pool ? 4 : 0) + one of
 #define ROW_LISTED 0
 #define ROW_BESIDE 1  // too many for pairs: the hidden values lie beside the words (PoolWalk::beside)
 #define ROW_NAN 2     // all of y's row is NaN
@@ -122,6 +135,22 @@ struct HiddenRow {
           room(tiles_of(columns, POOLED_TILE) * POOLED_WORDS / 2) {}
     __device__ __forceinline__ int& head() const { return pairs->x; }
 };
+
+// As count_row, but once for the POOL_ROWS rows of a group: the first row's block does it, by the rows' heads. Where a
+// row takes few nanoseconds, an atomic operation for each on one number would be felt.
+__device__ __forceinline__ void count_rows(unsigned long long* stats, float* hidden, int columns) {
+    const int row = blockIdx.x + threadIdx.x;
+    if (!stats || blockIdx.x % POOL_ROWS != 0 || threadIdx.x >= WARP) return;
+    const bool mine = threadIdx.x < POOL_ROWS && row < (int)gridDim.x;
+    const int head = mine ? HiddenRow(hidden, row, columns).head() : 0;
+    const int kept = sum_over_lanes(head >> 3);
+    const unsigned lost = __ballot_sync(ALL_LANES, (head & 3) == ROW_LOST), pooled = __ballot_sync(ALL_LANES, head & 4) & ~lost;
+    if (threadIdx.x != 0) return;
+    if (blockIdx.x == 0) atomicAdd(&stats[0], (unsigned long long)gridDim.x);
+    if (kept) atomicAdd(&stats[1], (unsigned long long)kept);
+    if (pooled) atomicAdd(&stats[2], (unsigned long long)__popc(pooled));
+    if (lost) atomicAdd(&stats[3], (unsigned long long)__popc(lost));
+}
 
 // A lost row takes the next slot of `lost` ([0]: how many there are, [1 + slot]: which row, or ~row if the pool could not
 // hold it), and its x goes to lost_x[slot]. Rows come in any order; what is computed from them must not depend on it. All

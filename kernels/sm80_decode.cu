@@ -102,6 +102,12 @@ __device__ __forceinline__ Activated activated_or_spoilt(float sum, const value_
     return a;
 }
 
+__device__ __forceinline__ void count(unsigned long long* stats, int tokens, int kept) {
+    if (!stats) return;
+    if (blockIdx.x == 0) atomicAdd(stats, (unsigned long long)tokens);
+    if (kept) atomicAdd(stats + 1, (unsigned long long)kept);
+}
+
 // sum[i] = this lane's part of x[i] . row[i], for COUNT of them side by side
 template <int COUNT>
 __device__ __forceinline__ void lane_dots(const value_t* const (&x)[COUNT], const value_t* const (&row)[COUNT],
@@ -146,9 +152,11 @@ __device__ __forceinline__ float warp_dot(const value_t* x, const value_t* row) 
 extern "C" __global__ void __launch_bounds__(BAND * WARP)
 decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, const value_t* __restrict__ gate_bias,
                const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const value_t* __restrict__ down_t,
-               Hidden out, int tokens, int d_ff, float threshold) {
+               Hidden out, unsigned long long* stats, int tokens, int d_ff, float threshold) {
     __shared__ unsigned mask;
+    __shared__ int kept;
     const int warp = threadIdx.x / WARP, neuron = blockIdx.x * BAND + warp;
+    if (threadIdx.x == 0) kept = 0;
     wait_for_previous();
     for (int token = 0; token < tokens; ++token) {
         const long long band = (long long)token * gridDim.x + blockIdx.x;
@@ -164,12 +172,14 @@ decode_gate_v1(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
                 h = hidden(h, warp_dot(in, up + (long long)neuron * D_MODEL) + (up_bias ? to_float(up_bias[neuron]) : 0.0f));
             if (threadIdx.x % WARP == 0 && (a.fires || spoilt)) {
                 atomicOr(&mask, 1u << warp);
+                atomicAdd(&kept, (int)a.fires);
                 out.value[band * BAND + warp] = h;
             }
         }
         __syncthreads();
         if (threadIdx.x == 0) out.mask[band] = (unsigned short)mask;
     }
+    if (threadIdx.x == 0) count(stats, tokens, kept);
 }
 
 // ---- gate, v2: tensor cores; each warp takes a part of every row ----
@@ -383,7 +393,7 @@ __device__ __forceinline__ void up_of_many(const Firing& f, const float* part, c
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, const value_t* __restrict__ gate_bias,
                const value_t* __restrict__ up, const value_t* __restrict__ up_bias, const value_t* __restrict__ down_t,
-               Hidden out, int tokens, int d_ff, float threshold) {
+               Hidden out, unsigned long long* stats, int tokens, int d_ff, float threshold) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Firing f;
     const int first = blockIdx.x * BLOCK_NEURONS, bands = (d_ff + BAND - 1) / BAND;
@@ -408,6 +418,7 @@ decode_gate_v2(const value_t* __restrict__ x, const value_t* __restrict__ gate, 
         let_next_start();
         fired = find_firing(f, part, x, gate_bias, up != nullptr, out, first, tokens, d_ff, threshold);
         __syncthreads();
+        if (threadIdx.x == 0) count(stats, tokens, f.kept);
         if (f.kept == 0) return;
         fetch_down_rows(f, down_t, first);
         if (!up) return;

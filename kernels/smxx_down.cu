@@ -69,15 +69,16 @@ __device__ __forceinline__ void add_entries(RowSums& sum, Walk& walk, const valu
 extern "C" __global__ void ONE_TOKEN_BLOCK
 down_v6(const word_t* __restrict__ packed, const word_t* __restrict__ pool, float* __restrict__ hidden,
         float* __restrict__ hidden_pool, const value_t* __restrict__ down_t, const value_t* __restrict__ bias,
-        const float* __restrict__ start, value_t* __restrict__ y, int columns) {
+        const float* __restrict__ start, value_t* __restrict__ y, unsigned long long* __restrict__ stats, int columns) {
     const int row = blockIdx.x, lane = threadIdx.x % WARP;
+    count_rows(stats, hidden, columns);
     const HiddenRow list(hidden, row, columns);
     int2 pair = make_int2(0, 0);  // lane k: pair number at + k. The first are loaded before it is known how many there are
     if (lane < list.room) pair = list.pairs[lane];
     RowSums sum = start_row(bias);
     if (start) add_floats(sum, start + (long long)row * D_MODEL);
     const int head = __shfl_sync(ALL_LANES, pair.x, 0);
-    const int became = head & 3, kept = head >> 2;
+    const int became = head & 3, kept = head >> 3;
     if (became == ROW_LISTED) {
         for (int i = 1, at = 0; i <= kept; ++i) {
             if (i == at + WARP) {
@@ -135,11 +136,12 @@ extern "C" __global__ void ONE_TOKEN_BLOCK
 DOWN_POOLED_KERNEL(const value_t* __restrict__ x, const word_t* __restrict__ packed, const word_t* __restrict__ pool,
                    const value_t* __restrict__ down_t, const value_t* __restrict__ bias,
                    const float* __restrict__ start, value_t* __restrict__ y, int* __restrict__ lost,
-                   value_t* __restrict__ lost_x, int columns, int most) {
+                   value_t* __restrict__ lost_x, unsigned long long* __restrict__ stats, int columns, int most) {
     const int row = blockIdx.x;
     const Pooled m = {packed, pool, columns};
     PoolWalk walk(m, row);
     const RowFacts facts = walk.facts(most);
+    count_row(stats, facts);
     if (facts.lost) return hand_on(load_row(x + (long long)row * D_MODEL), row, facts, lost, lost_x);
     RowSums sum = start_row(team() == 0 ? bias : nullptr);
     if (start && team() == 0) add_floats(sum, start + (long long)row * D_MODEL);

@@ -201,13 +201,17 @@ GATED_POOLED_KERNEL(const value_t* __restrict__ x, const word_t* __restrict__ pa
                     const value_t* __restrict__ up, const value_t* __restrict__ down_t,
                     const value_t* __restrict__ up_bias, const value_t* __restrict__ down_bias,
                     const float* __restrict__ start, value_t* __restrict__ y, int* __restrict__ lost,
-                    value_t* __restrict__ lost_x, int columns, int most) {
+                    value_t* __restrict__ lost_x, unsigned long long* __restrict__ stats, int columns, int most) {
     const int row = blockIdx.x;
     const RowVectors in = load_row_once(x + (long long)row * D_MODEL);
     const Pooled m = {packed, pool, columns};
     PoolWalk walk(m, row);
     const RowFacts facts = walk.facts(most);
-    if (facts.lost) return hand_on(in, row, facts, lost, lost_x);  // the same in every warp
+    if (facts.lost) {  // the same in every warp
+        count_row(stats, facts);
+        return hand_on(in, row, facts, lost, lost_x);
+    }
+    count_row(stats, facts);  // not before: registers would be spilled
     if (any_nonfinite(in) && facts.kept < columns) {  // see gated_v1
         if (team() == 0) store_row(y + (long long)row * D_MODEL, row_of(nanf("")));
         return;

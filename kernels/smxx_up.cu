@@ -27,7 +27,7 @@ up_v1(const value_t* __restrict__ x, const word_t* __restrict__ packed, const wo
     const bool listed = facts.kept < list.room;
     if (threadIdx.x == 0) {
         const int became = facts.lost ? ROW_LOST : spoilt ? ROW_NAN : listed ? ROW_LISTED : ROW_BESIDE;
-        list.head() = facts.kept << 2 | became;
+        list.head() = facts.kept << 3 | facts.pooled << 2 | became;
     }
     if (facts.lost) return hand_on(in, first + row, facts, lost, lost_x);
     if (spoilt) return;

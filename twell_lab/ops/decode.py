@@ -87,8 +87,8 @@ def _builds(dtype: torch.dtype, widths, capability: tuple[int, int]) -> list[Mac
 DECODE = Source(
     "sm80_decode",
     {
-        "decode_gate_v1": Entry(_BAND * 32, "pppppp2iif"),
-        "decode_gate_v2": Entry(lambda macros: 32 * macros["BLOCK_WARPS"], "pppppp2iif"),
+        "decode_gate_v1": Entry(_BAND * 32, "pppppp2piif"),
+        "decode_gate_v2": Entry(lambda macros: 32 * macros["BLOCK_WARPS"], "pppppp2piif"),
         "decode_down": Entry(_DOWN_WARPS * 32, "2pppi"),
     },
     builds=_builds,
@@ -136,7 +136,7 @@ def decode(
     first, first_bias, second = (up, up_bias, None) if gate is None else (gate, gate_bias, up)
     weights, hidden = (first, first_bias, second, up_bias, down_t), (masks, values)
     of_gate = DECODE.kernel(f"decode_gate_v{version}", macros, shared, early=True)
-    numbers = (tokens, d_ff, acts.bound(x.dtype))
+    numbers = (None, tokens, d_ff, acts.bound(x.dtype))  # None: nothing is counted
     call.launch(of_gate, (-(-d_ff // neurons), 1), x, *weights, hidden, *numbers)
     of_down = DECODE.kernel("decode_down", macros, early=True)
     call.launch(of_down, (-(-d_model // columns), tokens), hidden, down_t, down_bias, y, tiles)

@@ -137,8 +137,8 @@ DOWN = Source(
     {
         "down_v1": Entry(128, "ppppppppiiii", lambda macros: "POOL" not in macros),
         **{f"down_v{version}": row_entry("ppppppppiiii", False, version == 3) for version in (2, 3)},
-        **{f"down_v{version}": row_entry("pppppppppii", True, version == 5) for version in (4, 5)},
-        "down_v6": Entry(team_threads, "ppppppppi", lambda macros: "HIDDEN" in macros),
+        **{f"down_v{version}": row_entry("ppppppppppii", True, version == 5) for version in (4, 5)},
+        "down_v6": Entry(team_threads, "pppppppppi", lambda macros: "HIDDEN" in macros),
     },
     builds=_builds,
     constants=(*POOLED, ("SLAB", SLAB)),
@@ -190,7 +190,7 @@ def down_pooled(
     if len(x):
         version = version or 4 + few(call, len(x))
         kernel = pooled_kernel(DOWN, version, 4, x.dtype, x.shape[1])
-        tensors = (x, packed, pool, down_t, bias, start, y, lost, lost_x)
+        tensors = (x, packed, pool, down_t, bias, start, y, lost, lost_x, None)  # None: nothing is counted
         call.launch(kernel, (len(x), 1), *tensors, len(down_t), most)
 
 

@@ -45,7 +45,7 @@ GATED = Source(
     {
         "gated_v1": Entry(128, "pppppppppppiiii", lambda macros: "POOL" not in macros),
         **{f"gated_v{version}": row_entry("pppppppppppiiii", False, version == 4) for version in (2, 3, 4)},
-        **{f"gated_v{version}": row_entry("pppppppppppii", True, version == 6) for version in (5, 6)},
+        **{f"gated_v{version}": row_entry("ppppppppppppii", True, version == 6) for version in (5, 6)},
     },
     builds=_builds,
     constants=(*POOLED, ("SLAB", SLAB)),
@@ -113,7 +113,7 @@ def gated_pooled(
         version = 6 if few(call, tokens) else 5 if few(call, tokens, _MANY_TOKENS) else 7
     if version < 7:
         if tokens:
-            tensors = (x, packed, pool, up, down_t, up_bias, down_bias, start, y, lost, lost_x)
+            tensors = (x, packed, pool, up, down_t, up_bias, down_bias, start, y, lost, lost_x, None)
             call.launch(pooled_kernel(GATED, version, 5, dtype, d_model), (tokens, 1), *tensors, d_ff, most)
         return
     group = min(tokens, _TWO_PASS_ROWS)
@@ -125,7 +125,7 @@ def gated_pooled(
         words, groups, begun = packed[rows], pool[first // POOL_ROWS :], None if start is None else start[rows]
         of_up = (x[rows], words, groups, up, up_bias, hidden, beside, lost, lost_x)
         call.launch(first_pass, grid, *of_up, d_ff, first, most)
-        call.launch(second_pass, grid, words, groups, hidden, beside, down_t, down_bias, begun, y[rows], d_ff)
+        call.launch(second_pass, grid, words, groups, hidden, beside, down_t, down_bias, begun, y[rows], None, d_ff)
 
 
 def reference(

@@ -90,7 +90,23 @@ SURVIVORS = {
         "__ballot_sync(ALL_LANES, mine_ «>»SLOTS); over;",
         -1,
     ): "words that are just full leave nothing for the pool",
+    ("pool_walk.cuh", "threadIdx.x «!=»0) return", +1): SAME,
     ("pool_walk.cuh", "if (threadIdx.x «==»0) {", +1): "any thread can take the slot",
+}
+# What counts rows for `stats`, a parameter that each launch leaves null.
+_UNCOUNTED = {
+    "const bool over = mine_ «>»SLOTS;": (-1,),  # a tile that is just full would count as one in the pool
+    "!stats || threadIdx.x «!=»0) return;": (-1,),
+    "if (threadIdx.x «!=»0) return;": (-1,),
+    "if (blockIdx.x «==»0) atomicAdd(&stats[0]": (1, -1),
+    "threadIdx.x «>=»WARP) return;": (1, -1),
+    "blockIdx.x % POOL_ROWS «!=»0": (1, -1),
+    "row «<»(int)gridDim.x": (1, -1),
+    "threadIdx.x «<»POOL_ROWS": (1, -1),
+    "(head & 3) «==»ROW_LOST": (1, -1),
+}
+SURVIVORS |= {
+    ("pool_walk.cuh", text, shift): "nobody counts" for text, shifts in _UNCOUNTED.items() for shift in shifts
 }
 # Past the end of a thread's own array of structs, whose elements are used by their address, or memory that nobody
 # wrote: a check of bounds may not see it, and what lies there is anything.
