@@ -33,6 +33,8 @@ from .activation import RELU, Activation
 
 _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
+# Tokens from which torch's product of the gate and the kernels that list its values are faster than the decode kernels.
+LEAST_LISTED = 17
 # Tokens from which the packing GEMM computes the gate, whose tiles of 128 x 256 then fill the GPU. For fewer torch's
 # product and the kernel that lists its kept values are faster (docs/kernels/smxx_listed.md).
 LEAST_PACKED = 2048
@@ -94,7 +96,8 @@ def _prepared(
     call = Call(device)
     rows, gate, up, down_, *biases = given = [call.input(each) for each in (x, *weights)]
     usual, lies = (tile, words) == (TILE, WORDS), aligned(*weights)
-    if not hot and usual and lies and decode.takes(call.capability, rows, up):
+    few = len(rows) < LEAST_LISTED or acts != RELU or not listed.takes(rows, up, down_.t(), biases[2])
+    if not hot and usual and lies and few and decode.takes(call.capability, rows, up):
         call.returns(decode.decode(call, rows, gate, up, down_.t(), *biases, acts=acts))
         return call
     # Values of either sign are so many that packing them pays for few tokens alone. And in plain layers a row of x that
