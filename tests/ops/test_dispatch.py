@@ -30,8 +30,8 @@ PACKED = ["gate_pack_v3", "up_v1", "down_v6", "gate_up", "down_rows"]
 TABLE = (
     (HOPPER, 1, 2048, 5632, {}, ["decode_gate_v2", "decode_down"]),
     (HOPPER, 16, 2048, 5632, {}, ["decode_gate_v2", "decode_down"]),
-    (HOPPER, 17, 2048, 5632, {}, ["listed_up", "listed_down"]),
-    (HOPPER, 64, 2048, 5632, {"gated": False}, ["listed_up", "listed_down"]),
+    (HOPPER, 17, 2048, 5632, {}, ["spread_up", "spread_down"]),
+    (HOPPER, 64, 2048, 5632, {"gated": False}, ["spread_up", "spread_down"]),
     (HOPPER, 64, 2048, 5636, {}, ["decode_gate_v2", "decode_down"]),
     (HOPPER, 64, 2048, 5632, {"acts": Activation("above", 0.1)}, ["decode_gate_v2", "decode_down"]),
     (HOPPER, 97, 2048, 5632, {}, ["listed_v2", "listed_heavy"]),
@@ -45,7 +45,7 @@ TABLE = (
     (HOPPER, 16384, 100, 301, {"dtype": torch.float32}, ["pack_v2", "gated_v3"]),
     (AMPERE, 1, 2048, 5632, {}, ["decode_gate_v2", "decode_down"]),
     (AMPERE, 16384, 2048, 5632, {}, ["pack_v4", "gated_v3"]),
-    ((7, 5), 1, 2048, 5632, {"dtype": torch.float16}, ["listed_up", "listed_down"]),
+    ((7, 5), 1, 2048, 5632, {"dtype": torch.float16}, ["spread_up", "spread_down"]),
     (HOPPER, 100, 2048, 5632, {"acts": Activation("silu", 0.1)}, ["torch"]),
     (HOPPER, 10, 2048, 5632, {"acts": Activation("silu", 0.1)}, ["decode_gate_v2", "decode_down"]),
 )

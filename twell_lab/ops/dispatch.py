@@ -28,13 +28,13 @@ from torch.nn.functional import linear
 
 from ..cuda.launch import Call, Layout, aligned, capability, layout, run
 from ..formats.twell import TILE, WORDS
-from . import decode, down, down_rows, down_sums, gate_pack, gate_up, gated, listed, pack
+from . import decode, down, down_rows, down_sums, gate_pack, gate_up, gated, listed, pack, spread
 from .activation import RELU, Activation
 
 _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
-# Tokens from which torch's product of the gate and the kernels that list its values are faster than the decode kernels.
-LEAST_LISTED = 17
+# Tokens from which torch's product of the gate and `spread` are faster than the decode kernels.
+LEAST_SPREAD = 17
 # Tokens from which the packing GEMM computes the gate, whose tiles of 128 x 256 then fill the GPU. For fewer torch's
 # product and the kernel that lists its kept values are faster (docs/kernels/smxx_listed.md).
 LEAST_PACKED = 2048
@@ -96,7 +96,7 @@ def _prepared(
     call = Call(device)
     rows, gate, up, down_, *biases = given = [call.input(each) for each in (x, *weights)]
     usual, lies = (tile, words) == (TILE, WORDS), aligned(*weights)
-    few = len(rows) < LEAST_LISTED or acts != RELU or not listed.takes(rows, up, down_.t(), biases[2])
+    few = len(rows) < LEAST_SPREAD or acts != RELU or not spread.takes(rows, up, down_.t(), biases[2])
     if not hot and usual and lies and few and decode.takes(call.capability, rows, up):
         call.returns(decode.decode(call, rows, gate, up, down_.t(), *biases, acts=acts))
         return call
@@ -181,7 +181,8 @@ def _after_gate(device: torch.device, x: Layout, weights: Weights, tile, words, 
     down_t, signed = down_t.t(), acts.falls_back
     if may_list and not acts.both and not signed and listed.takes(rows, up_, down_t, down_bias_):
         left = (None, down_t, None, down_bias_) if gate is None else (up_, down_t, up_bias_, down_bias_)
-        y = listed.listed(call, rows, kept, *left)
+        lists = spread.spread if spread.takes(rows, up_, down_t, down_bias_) else listed.listed
+        y = lists(call, rows, kept, *left)
     else:
         packed = pack.pack(call, kept, tile, words, signed=signed)
         if gate is None:

@@ -13,12 +13,8 @@ from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Source, aligned, 
 from .reference import gated, relu
 
 MOST_TOKENS = 2048
-FEW_TOKENS = 96  # up to which version 3 is the fastest
-VERSIONS = (1, 2, 3)
 TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
 _VECTOR = 8
-_PARTS, _PART = 8, 2048  # blocks that list a token's gate in version 3, where each lists no more columns than this
-_SLAB = 256  # columns of y that a block of version 3 adds up
 _PARTS_BYTES = 15 << 17  # of the sums of parts of heavy rows
 
 
@@ -34,8 +30,6 @@ LISTED = Source(
         "listed_v1": Entry(256, "pppppppii"),
         "listed_v2": Entry(256, "ppppppppii"),
         "listed_heavy": Entry(256, "pppppppppiii"),
-        "listed_up": Entry(256, "ppppppiii"),
-        "listed_down": Entry(256, "pppppiiii"),
     },
     builds=_builds,
     constants=(("MOST_LISTED", MOST_TOKENS),),
@@ -63,12 +57,10 @@ def listed(
 
     x: [tokens, d_model]; gate: [tokens, d_ff], what the activation is applied to; up, down_t: [d_ff, d_model]; up None
     for a plain layer, y = g down_t + down_bias. All contiguous, and as `takes` says. version: 1 (a block a token, any
-    number of tokens), 2 (tokens for which many neurons fire are shared among all blocks) or 3 (several blocks for each
-    token); None: 3 for up to FEW_TOKENS, else 2."""
-    if version not in (None, *VERSIONS):
-        raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
+    number of tokens) or 2, the default (tokens for which many neurons fire are shared among all blocks)."""
+    if version not in (None, 1, 2):
+        raise InputError(f"version is {version}; 1 and 2 are accepted")
     (tokens, d_model), d_ff = x.shape, down_t.shape[0]
-    version = version or (3 if tokens <= FEW_TOKENS else 2)
     y = call.empty(tokens, d_model, dtype=x.dtype)
     macros = (*value(x.dtype), *(() if up is not None else (("GATED", 0),)))
     tensors = (x, gate, up, down_t, up_bias, down_bias, y)
@@ -76,16 +68,6 @@ def listed(
         return y
     if version == 1:
         call.launch(LISTED.kernel("listed_v1", macros), (tokens, 1), *tensors, d_model, d_ff)
-        return y
-    if version == 3:
-        width = min(_PART, -(-d_ff // (_PARTS * _VECTOR)) * _VECTOR)
-        parts, slabs = -(-d_ff // width), -(-d_model // _SLAB)
-        entries = call.empty(tokens, parts, 2 * width, dtype=torch.int32)
-        counts = call.empty(tokens, parts, dtype=torch.int32)
-        lists = (x, gate, up, up_bias, entries, counts)
-        call.launch(LISTED.kernel("listed_up", macros, early=True), (parts, tokens), *lists, d_model, d_ff, width)
-        of_down, sums = LISTED.kernel("listed_down", macros, early=True), (entries, counts, down_t, down_bias, y)
-        call.launch(of_down, (slabs, tokens), *sums, d_model, d_ff, parts, width)
         return y
     counts = call.empty(2, tokens, dtype=torch.int32)
     many = (("RESIDENT", 4),) if tokens > 2 * call.units else ()
