@@ -10,7 +10,8 @@
 //   kept_inputs_v2  a block lists the kept inputs, then reads 16 bytes a lane of SLAB columns of their rows, AT_ONCE rows
 //                   a lane under way; a row that several tokens keep is read once
 //   kept_inputs_v3  a warp lists its own inputs, 32 at a time, and reads their rows as soon as it has a batch: no barrier
-//                   before the last sums. A slab has 8 columns for each of LANES (a build of its own: 16, 8 or 4)
+//                   before the last sums. A slab has 64 columns; 128 (wide) where those are blocks enough for the GPU,
+//                   or 32 (narrow) where 64 are not
 // Worklog: docs/kernels/sm80_kept_inputs.md
 #include "activation.cuh"
 #include "ptx_sm80_decode.cuh"
@@ -68,21 +69,6 @@ __device__ __forceinline__ bool keeps(value_t x, float threshold) {
     return !(fabsf(v) < threshold) && v != 0.0f;
 }
 
-// The values of one input; true if some token keeps it.
-__device__ __forceinline__ bool read_input(Inputs& found, const value_t* x, int tokens, int inputs, int k, float threshold) {
-    bool kept = false;
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-        found.bits[t] = 0;
-        if (k >= inputs || t >= tokens) continue;
-        const value_t v = x[(long long)t * inputs + k];
-        if (!keeps(v, threshold)) continue;
-        found.bits[t] = (unsigned short)bits_of(v);
-        kept = true;
-    }
-    return kept;
-}
-
 // An output from its sums: rounded, through the activation and rounded again, as torch does; then times up.
 __device__ __forceinline__ value_t output(float first, float second, const value_t* first_bias,
                                           const value_t* second_bias, int n) {
@@ -100,7 +86,6 @@ __device__ __forceinline__ value_t output(float first, float second, const value
 #endif
 }
 
-#ifndef LANES
 // ---- v1: a thread an output ----
 
 extern "C" __global__ void __launch_bounds__(V1_THREADS)
@@ -123,6 +108,21 @@ kept_inputs_v1(const value_t* __restrict__ x, const value_t* __restrict__ first_
 }
 
 // ---- v2: a block a slab of columns ----
+
+// The values of one input; true if some token keeps it.
+__device__ __forceinline__ bool read_input(Inputs& found, const value_t* x, int tokens, int inputs, int k, float threshold) {
+    bool kept = false;
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+        found.bits[t] = 0;
+        if (k >= inputs || t >= tokens) continue;
+        const value_t v = x[(long long)t * inputs + k];
+        if (!keeps(v, threshold)) continue;
+        found.bits[t] = (unsigned short)bits_of(v);
+        kept = true;
+    }
+    return kept;
+}
 
 // Lists the kept ones of the inputs from `first` on, ascending, up to LISTED of them; returns how many there are. Each
 // warp counts and then lists its own part of them.
@@ -228,33 +228,31 @@ kept_inputs_v2(const value_t* __restrict__ x, const value_t* __restrict__ first_
     y[(long long)token * outputs + n] = output(all[0], all[MATRICES - 1], first_bias, second_bias, n);
 }
 
-#else
-// ---- v3: a warp its own list; LANES share a row ----
+// ---- v3: a warp its own list ----
 
-#define COLUMNS (LANES * VECTOR)
-#define ROWS (WARP / LANES)  // that a warp reads at once
-#define BATCH (ROWS * AT_ONCE)
-static_assert(TOKENS * COLUMNS <= V3_WARPS * WARP, "a thread writes one output");
-
+template <int LANES>
 struct Own {
-    Inputs value[BATCH + WARP];
-    int input[BATCH + WARP];
+    static constexpr int ROWS = WARP / LANES, BATCH = ROWS * AT_ONCE, LISTED_BY_WARP = BATCH + WARP;
+    Inputs value[LISTED_BY_WARP];
+    int input[LISTED_BY_WARP];
 };
 
+template <int LANES>
 union OwnMemory {
-    Own own[V3_WARPS];
-    float part[V3_WARPS][SUMS][COLUMNS];
+    Own<LANES> own[V3_WARPS];
+    float part[V3_WARPS][SUMS][LANES * VECTOR];
 };
 
 // Adds the rows of up to BATCH entries of a warp's list, from `first` on, to its sums.
-__device__ __forceinline__ void add_rows(float (&sum)[SUMS][VECTOR], const Own& own, int first, int count,
+template <int LANES>
+__device__ __forceinline__ void add_rows(float (&sum)[SUMS][VECTOR], const Own<LANES>& own, int first, int count,
                                          const value_t* const (&weights)[2], bool inside, int outputs) {
     const int row = threadIdx.x % WARP / LANES;
     Vector w[AT_ONCE][MATRICES];
     Inputs values[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-        const int at = i * ROWS + row;
+        const int at = i * Own<LANES>::ROWS + row;
         const bool there = at < count;
         values[i] = there ? own.value[first + at] : Inputs{};
         const long long input = there ? own.input[first + at] : 0;
@@ -280,16 +278,18 @@ __device__ __forceinline__ void add_rows(float (&sum)[SUMS][VECTOR], const Own& 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
-kept_inputs_v3(const value_t* __restrict__ x, const value_t* __restrict__ first_t, const value_t* __restrict__ second_t,
-               const value_t* __restrict__ first_bias, const value_t* __restrict__ second_bias, value_t* __restrict__ y,
-               int tokens, int inputs, int outputs, float threshold) {
-    __shared__ OwnMemory memory;
+template <int LANES>
+__device__ __forceinline__ void product_of_kept(OwnMemory<LANES>& memory, const value_t* x, const value_t* first_t,
+                                                const value_t* second_t, const value_t* first_bias,
+                                                const value_t* second_bias, value_t* y, int tokens, int inputs,
+                                                int outputs, float threshold) {
+    constexpr int COLUMNS = LANES * VECTOR, BATCH = Own<LANES>::BATCH;
+    static_assert(TOKENS * COLUMNS <= V3_WARPS * WARP, "a thread writes one output");
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int column = blockIdx.x * COLUMNS + lane % LANES * VECTOR;
     const bool inside = column < outputs;
     const value_t* const weights[] = {first_t + column, second_t + column};
-    Own& own = memory.own[warp];
+    Own<LANES>& own = memory.own[warp];
     float sum[SUMS][VECTOR] = {};
     wait_for_previous();
     let_next_start();
@@ -312,12 +312,12 @@ kept_inputs_v3(const value_t* __restrict__ x, const value_t* __restrict__ first_
             __syncwarp();
             while (listed >= BATCH) {  // the last ones first, so that the others stay where they are
                 listed -= BATCH;
-                add_rows(sum, own, listed, BATCH, weights, inside, outputs);
+                add_rows<LANES>(sum, own, listed, BATCH, weights, inside, outputs);
             }
             __syncwarp();
         }
     }
-    add_rows(sum, own, 0, listed, weights, inside, outputs);
+    add_rows<LANES>(sum, own, 0, listed, weights, inside, outputs);
     __syncthreads();  // the lists are free
 #pragma unroll
     for (int s = 0; s < SUMS; ++s) {
@@ -340,4 +340,31 @@ kept_inputs_v3(const value_t* __restrict__ x, const value_t* __restrict__ first_
     }
     y[(long long)token * outputs + n] = output(all[0], all[MATRICES - 1], first_bias, second_bias, n);
 }
+
+#if TOKENS == 1  // the sums of several tokens have no room in shared memory
+extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
+kept_inputs_v3_wide(const value_t* __restrict__ x, const value_t* __restrict__ first_t,
+                    const value_t* __restrict__ second_t, const value_t* __restrict__ first_bias,
+                    const value_t* __restrict__ second_bias, value_t* __restrict__ y, int tokens, int inputs,
+                    int outputs, float threshold) {
+    __shared__ OwnMemory<16> memory;
+    product_of_kept<16>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
+}
 #endif
+
+extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
+kept_inputs_v3(const value_t* __restrict__ x, const value_t* __restrict__ first_t, const value_t* __restrict__ second_t,
+               const value_t* __restrict__ first_bias, const value_t* __restrict__ second_bias, value_t* __restrict__ y,
+               int tokens, int inputs, int outputs, float threshold) {
+    __shared__ OwnMemory<8> memory;
+    product_of_kept<8>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
+}
+
+extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
+kept_inputs_v3_narrow(const value_t* __restrict__ x, const value_t* __restrict__ first_t,
+                      const value_t* __restrict__ second_t, const value_t* __restrict__ first_bias,
+                      const value_t* __restrict__ second_bias, value_t* __restrict__ y, int tokens, int inputs,
+                      int outputs, float threshold) {
+    __shared__ OwnMemory<4> memory;
+    product_of_kept<4>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
+}

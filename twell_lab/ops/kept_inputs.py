@@ -21,7 +21,7 @@ VERSIONS = (1, 2, 3)
 KINDS = ("relu", *CURVES)  # activations, without a threshold of their own
 TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
 _COLUMNS = {1: 256, 2: 32}  # of the result, those of a block, by version
-_LANES = (16, 8, 4)  # that share a row in version 3, whose blocks have 8 columns for each
+_WIDTHS = {"_wide": 128, "": 64, "_narrow": 32}  # the same of version 3, by what its kernels' names end in
 _ENOUGH = 0.6  # blocks for each multiprocessor: with fewer, a block's slab is made narrower
 _ROW_LANES = 4  # lanes that share a row of a weight, 8 values each
 
@@ -52,21 +52,17 @@ def _builds(dtype: torch.dtype, widths, capability) -> list[Macros]:
     threshold of its own gate and up together, and up alone."""
     kinds = [kind for kind in ACTIVATIONS if kind != "above"]
     products = [(False, None), *((paired, kind) for kind in kinds for paired in (True, False))]
-    if dtype.itemsize != 2:
-        return []
-    builds = [(tokens, _macros(dtype, tokens, *product)) for tokens in (1, 4) for product in products]
-    lanes = [(*macros, ("LANES", lanes)) for tokens, macros in builds for lanes in _lanes(tokens)]
-    return [*(macros for _, macros in builds), *lanes]
+    return [_macros(dtype, tokens, *one) for tokens in (1, 4) for one in products] if dtype.itemsize == 2 else []
 
 
 KEPT_INPUTS = Source(
     "sm80_kept_inputs",
     {
-        "kept_inputs_v1": Entry(256, "ppppppiiif", lambda macros: "LANES" not in macros),
-        "kept_inputs_v2": Entry(
-            lambda macros: 32 * macros.get("BLOCK_WARPS", 8), "ppppppiiif", lambda macros: "LANES" not in macros
-        ),
-        "kept_inputs_v3": Entry(512, "ppppppiiif", lambda macros: "LANES" in macros),
+        "kept_inputs_v1": Entry(256, "ppppppiiif"),
+        "kept_inputs_v2": Entry(lambda macros: 32 * macros.get("BLOCK_WARPS", 8), "ppppppiiif"),
+        "kept_inputs_v3_wide": Entry(512, "ppppppiiif", among=lambda macros: macros["TOKENS"] == 1),
+        "kept_inputs_v3": Entry(512, "ppppppiiif"),
+        "kept_inputs_v3_narrow": Entry(512, "ppppppiiif"),
     },
     builds=_builds,
     constants=(("ROW_LANES", _ROW_LANES),),
@@ -120,12 +116,9 @@ def product(
         raise InputError(f"version is {version}; for {outputs} outputs at this address {versions} are accepted")
     version = version or versions[-1]
     bound = torch.tensor(threshold, dtype=x.dtype, device="cpu").item()
+    end, columns = ("", _COLUMNS[version]) if version < 3 else _slab(outputs, tokens, call.units)
     macros = _macros(x.dtype, tokens, second_t is not None, kind)
-    columns = _COLUMNS.get(version)
-    if columns is None:
-        lanes = _slab(outputs, tokens, call.units)
-        macros, columns = (*macros, ("LANES", lanes)), 8 * lanes
-    kernel = KEPT_INPUTS.kernel(f"kept_inputs_v{version}", macros, early=True)
+    kernel = KEPT_INPUTS.kernel(f"kept_inputs_v{version}{end}", macros, early=True)
     y = call.empty(tokens, outputs, dtype=x.dtype)
     grid = -(-outputs // columns), tokens if version == 1 else 1
     tensors = (x, first_t, second_t, first_bias, second_bias, y)
@@ -133,16 +126,11 @@ def product(
     return y
 
 
-def _lanes(tokens: int) -> tuple[int, ...]:
-    """Return how many lanes may share a row in version 3: the sums of several tokens have no room for the most."""
-    return _LANES if tokens == 1 else _LANES[1:]
-
-
-def _slab(outputs: int, tokens: int, units: int) -> int:
-    """Return the lanes that share a row on a GPU of so many multiprocessors: the most with which there are blocks
-    enough. What is read of a row at once is as long as a slab is wide, and memory gives long reads faster."""
-    lanes = _lanes(tokens)
-    return next((n for n in lanes if -(-outputs // (8 * n)) >= _ENOUGH * units), lanes[-1])
+def _slab(outputs: int, tokens: int, units: int) -> tuple[str, int]:
+    """Return the slab of version 3 on a GPU of so many multiprocessors, as an item of _WIDTHS: the widest of which
+    there are enough. What is read of a row at once is as long as a slab is wide, and memory gives long reads faster."""
+    widths = [item for item in _WIDTHS.items() if tokens == 1 or item[0] != "_wide"]
+    return next((item for item in widths if -(-outputs // item[1]) >= _ENOUGH * units), widths[-1])
 
 
 def layer(
