@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.nn.functional import linear
 
 from ..core import InputError
-from ..cuda.launch import Buffer, Call, Layout, capability, lie
+from ..cuda.launch import Buffer, Call, Layout, capability, lie, run
 from ..formats.twell import fires
 from . import survivors as kept_entries
 from .checks import check_layer, transformed, watched
@@ -74,18 +73,8 @@ def train_ffn(
     "dense" all of them, with one kernel forward and one backward for what lies between the matrix products. Both give
     the same function and the same gradients. Under torch.autocast everything is cast first, as
     torch.nn.functional.linear does. Raises InputError for arguments that do not fit together."""
-    return train_layer(x, gate, up, down, gate_bias, up_bias, down_bias, path=path)[:3]
-
-
-def train_layer(
-    x: Tensor, gate, up: Tensor, down: Tensor, gate_bias=None, up_bias=None, down_bias=None, *, path: str = "twell"
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute what `train_ffn` returns, and how many tokens did not fit into the compact form and were computed from
-    the dense weights: an int32 scalar on the device; None where there is no compact form (path "dense", and where
-    `takes` is False)."""
     y, l1, facts = train(x, gate, up, down, gate_bias, up_bias, down_bias, path=path)
-    kept, lost = counts(facts, l1.numel())
-    return y, l1.view(x.shape[:-1]), kept.view(x.shape[:-1]), lost
+    return y, l1.view(x.shape[:-1]), counts(facts, l1.numel())[0].view(x.shape[:-1])
 
 
 def train(x: Tensor, *weights: Tensor | None, path: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,14 +251,6 @@ def _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias):
     return linear(h, down, down_bias), h.abs().sum(-1, dtype=_wide(h)).flatten(), kept.flatten()
 
 
-_NOTHING: AbstractContextManager = nullcontext()
-
-
-def _uncast(kind: str) -> AbstractContextManager:
-    """A context without autocast on this kind of device. It is mostly off already, which costs less to see."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
-
-
 def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None]:
     """g and u: the gate before its ReLU, and up. For a plain layer: up before its ReLU, and None."""
     if gate is None:
@@ -290,10 +271,10 @@ class _Dense(NamedTuple):
     def forward(self, x, gate, up, down, gate_bias, up_bias, down_bias) -> tuple[Tensor | None, ...]:
         """y, l1, facts, g, u."""
         rows = _rows(x)
-        with _uncast(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
             g, u = _gate_and_up(rows, gate, up, gate_bias, up_bias)
             if g.is_cuda:
-                h, l1, kept = _hidden_call(g.device, g.dtype, *g.shape, gate is not None)(g, u)
+                h, l1, kept = run(dense_hidden, g, u)
             else:
                 keep = fires(g)
                 h = torch.where(keep, g if u is None else g * u, g.new_zeros(()))
@@ -307,7 +288,7 @@ class _Dense(NamedTuple):
     def backward(self, dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, _, g, u):
         """The gradients of the seven inputs."""
         shape, x, dy = x.shape, _rows(x), _rows(dy)
-        with _uncast(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
             if g is None:
                 g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
             h, dg, du = _middle_gradients(g, u, dy @ down, dl1)
@@ -327,8 +308,7 @@ class _Dense(NamedTuple):
 def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None):
     """(h, dg, du) from dh, the gradient of the loss in h, and dl1, that in l1. dh may be overwritten."""
     if g.is_cuda:
-        call = _gradients_call(g.device, g.dtype, *g.shape, u is not None, dl1 is not None)
-        return call(g, u, dh, *_read(dl1))
+        return run(dense_gradients, g, u, dh, *_read(dl1))
     keep, zero = fires(g), g.new_zeros(())
     h = torch.where(keep, g if u is None else g * u, zero)
     if dl1 is not None:
@@ -336,23 +316,6 @@ def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | Non
     if u is None:
         return h, torch.where(keep, dh, zero), None
     return h, torch.where(keep, dh * u, zero), torch.where(keep, dh * g, zero)
-
-
-@lru_cache(maxsize=256)
-def _hidden_call(device, dtype, tokens, d_ff, gated: bool) -> Call:
-    call = Call(device)
-    g, u = _input(call, dtype, tokens, d_ff), _input(call, dtype, tokens, d_ff) if gated else call.input(None)
-    call.returns(dense_hidden(call, g, u))
-    return call
-
-
-@lru_cache(maxsize=256)
-def _gradients_call(device, dtype, tokens, d_ff, gated: bool, slope: bool) -> Call:
-    call = Call(device)
-    g, u = _input(call, dtype, tokens, d_ff), _input(call, dtype, tokens, d_ff) if gated else call.input(None)
-    dh = _input(call, dtype, tokens, d_ff)
-    call.returns(dense_gradients(call, g, u, dh, _input(call, torch.float32, tokens) if slope else call.input(None)))
-    return call
 
 
 def _wide(t: Tensor) -> torch.dtype:
