@@ -253,6 +253,27 @@ def test_a_model_under_autocast_compiled_and_accumulated(dtype, compiled, path):
         assert (a.grad - b.grad).float().norm() <= 0.03 * b.grad.float().norm() + 1e-6, name
 
 
+@pytest.mark.parametrize("shape", [(256,), (1, 1, 256), (2, 512, 256)])  # the last: as many tokens as neurons
+def test_a_prepared_step_follows_what_changes(shape):
+    net, twin, _ = nets(BF16)
+    x, layers = torch.randn(shape, device="cuda", dtype=BF16), (twin.layers[0].mlp, net.layers[0].mlp)
+    for change in ("nothing", "nothing", "frozen", "replaced"):
+        results = []
+        for layer in layers:
+            layer.zero_grad()
+            if change == "frozen":
+                layer.up_proj.weight.requires_grad_(False)
+            elif change == "replaced":
+                layer.up_proj.weight = torch.nn.Parameter(2 * layer.up_proj.weight.detach())
+            given = x.clone().requires_grad_()
+            y = layer(given)
+            y.float().square().sum().backward()
+            results.append([y.detach(), given.grad, *(weight.grad for weight in layer.parameters())])
+        for a, b in zip(*results, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or a.shape == b.shape and (a - b).float().norm() <= 0.03 * b.float().norm() + 1e-6
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_optimizer_steps_are_followed(fused):
     net, twin, tokens = nets(BF16)
