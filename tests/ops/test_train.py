@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from twell_lab.core import InputError
 from twell_lab.ops import train
-from twell_lab.ops.train import PATHS, train_ffn, train_layer
+from twell_lab.ops.train import PATHS, train_ffn
 
 OFF = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # relative, of norms
 
@@ -204,7 +204,7 @@ def test_a_gate_that_is_up_gets_both_gradients():
 
 
 def test_nothing_is_lost_where_there_is_no_list():
-    assert train_layer(*layer(5, 6, 11))[3] is None
+    assert train.counts(train.train(*layer(5, 6, 11), path="twell")[2], 5)[1] is None
     assert not train.takes(torch.device("cpu"), torch.bfloat16, 16, 64, 64)
 
 

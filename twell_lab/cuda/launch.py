@@ -43,11 +43,9 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: of a thread, such as autograd's
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
 _EARLY_DRIVER = 12_030  # CUDA 12.3: since then graphs can hold launches that may start before the previous one ends
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID of cuda.h
-_LINE = 64  # bytes: the alignment of a tensor map, and of a launch in memory
+_LINE = 64  # bytes: the alignment of a tensor map in memory
 _BOUNDARY = 256  # bytes: each buffer of the workspace starts at a multiple of it
-_CONFIG = "<7I4xQQI12x"  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number; then 64 bytes
-# The letters of an entry's parameters: the format of each in memory, and its size.
-_LETTERS = {"p": "Q", "i": "i", "u": "I", "q": "q", "f": "f", "m": "128s", "2": "QQ"}
+_NUMBERS = {"i": ctypes.c_int, "u": ctypes.c_uint, "q": ctypes.c_longlong, "f": ctypes.c_float}  # letters of an entry
 current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch built for CPUs alone
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -217,6 +215,15 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def lie(*sizes: int) -> list[int]:
+    """Return where things of these sizes in bytes start that lie one behind another, each on a boundary of 256 bytes;
+    and where the last one ends, rounded up."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _BOUNDARY) * _BOUNDARY)
+    return starts
+
+
 # ---- a call
 
 
@@ -233,9 +240,10 @@ class Call:
         self.device = device
         self._buffers: list[Buffer | None] = [None]  # by number; 0 is no memory
         self._inputs: list[int] = []
-        self._outputs: list[int] = []
         self._several = False
-        self._result: tuple[int, ...] | None = None
+        self._result: tuple[int, ...] = ()
+        self._like: dict[int, int] = {}  # of an output, the input that has its shape, by their numbers
+        self._inside: dict[int, tuple[int, int]] = {}  # of what lies in other memory: its number, and bytes before
         self._launches: list[_Launch] = []
         self._bound: Bound | None = None
 
@@ -280,20 +288,34 @@ class Call:
                 raise InputError(f"{kernel.name} got {given!r:.80}; what the letter {letter!r} stands for is accepted")
         self._launches.append(_Launch(kernel, grid, arguments))
 
-    def returns(self, result: Buffer | tuple[Buffer | None, ...] | None) -> None:
-        """Say what a run returns: buffers that the call allocates become tensors of their own; inputs are handed on."""
+    def together(self, *buffers: Buffer | None, memory: Buffer | None = None) -> Buffer:
+        """Have these buffers lie in one piece of memory, where `lie` says; None takes none. memory: int32, that of an
+        input; None: it is allocated. Returns it."""
+        *starts, size = lie(*(0 if b is None else b.nbytes for b in buffers))
+        memory = memory or self.empty(size // torch.int32.itemsize, dtype=torch.int32)
+        self._inside |= {b.number: (memory.number, start) for b, start in zip(buffers, starts) if b is not None}
+        return memory
+
+    def returns(
+        self, result: Buffer | tuple[Buffer | None, ...] | None, like: Sequence[Buffer | None] | None = None
+    ) -> None:
+        """Say what a run returns: buffers that the call allocates become tensors of their own; inputs are handed on.
+
+        like: for each result, a contiguous input of its shape and type, or None: it gets as many dimensions as the
+        tensor that is given for that. By default that is the first input, where that fits."""
         self._several = isinstance(result, tuple)
-        buffers = result if isinstance(result, tuple) else (result,)
-        self._result = tuple(0 if b is None else b.number for b in buffers)
-        self._outputs = [n for n in dict.fromkeys(self._result) if n and n not in self._inputs]
+        results = result if isinstance(result, tuple) else (result,)
+        first = self._buffers[self._inputs[0]]
+        for b, model in zip(results, like or [first] * len(results)):
+            if b is not None and model is not None and model.is_contiguous():
+                if (model.shape, model.dtype) == (b.shape, b.dtype):
+                    self._like[b.number] = model.number
+        self._result = tuple(0 if b is None else b.number for b in results)
 
     # -- running it
 
     def __call__(self, *tensors: Tensor | None) -> Any:
-        """Run it on tensors of the layouts that it was written for; returns what `returns` said, as tensors.
-
-        An output of the shape and type of the first input, if that is contiguous, gets as many dimensions as the tensor
-        that is given for it."""
+        """Run it on tensors of the layouts that it was written for; returns what `returns` said, as tensors."""
         if self.device.type == "cpu":
             return self._simulate(tensors)
         if self._bound is None:
@@ -310,14 +332,16 @@ class Call:
 
         made: dict[int, Tensor] = {n: t for n, t in zip(self._inputs, tensors) if t is not None}
         for number, buffer in enumerate(self._buffers):
-            if buffer is not None and number not in self._inputs:
-                made[number] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            if buffer is not None and number not in self._inputs and number not in self._inside:
+                like = made.get(self._like.get(number, 0))
+                shape = buffer.shape if like is None else like.shape
+                made[number] = torch.empty(shape, dtype=buffer.dtype, device="cpu")
 
-        def tensor(b: Buffer | None) -> Tensor | None:
-            if b is None:
-                return None
-            whole = made[b.number].view(b.dtype) if made[b.number].dtype != b.dtype else made[b.number]
-            return whole.as_strided(b.shape, b.strides, whole.storage_offset() + b.offset // b.dtype.itemsize)
+        def tensor(b: Buffer) -> Tensor:
+            number, more = self._inside.get(b.number, (b.number, 0))
+            whole = made[number] if made[number].dtype == b.dtype else made[number].view(b.dtype)
+            offset = whole.storage_offset() + (more + b.offset) // b.dtype.itemsize
+            return whole.as_strided(b.shape, b.strides, offset)
 
         def pair(buffers: tuple[Buffer, Buffer]) -> bytes:
             return struct.pack("<QQ", *(tensor(b).data_ptr() for b in buffers))
@@ -327,8 +351,8 @@ class Call:
             program.launch(
                 kernel.source.file, kernel.name, kernel.macros, grid, (kernel.threads, 1), given, kernel.shared
             )
-        result = tuple(made[n] if n else None for n in self._result or ())
-        return result if self._several else result[0] if result else None
+        result = tuple(made[n] if n else None for n in self._result)
+        return result if self._several else result[0]
 
 
 def _takes(letter: str, given) -> bool:
@@ -396,75 +420,85 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
 
 
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h: grid, block, bytes of shared memory, stream, attributes and their number."""
+
+    _fields_ = [
+        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint)),
+        *(("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("many", ctypes.c_uint)),
+    ]
+
+
 class Bound:
-    """A call's launches in one piece of host memory, from which the driver reads them. Any thread may run it."""
+    """A call's launches, ready for the driver but for the addresses of tensors. Any thread may run it.
+
+    Each address stands in one word of memory, and every launch that wants it reads it there."""
 
     def __init__(self, call: Call, fixed: Sequence[Tensor | None]) -> None:
         index = call.device.index
         _make_context_current(index)
-        self._device, self._index, self._result, self._several = call.device, index, call._result, call._several
+        self._device, self._index, self._several = call.device, index, call._several
         free = len(call._inputs) - len(fixed)
-        self._inputs = call._inputs[:free]
-        first = call._buffers[call._inputs[0]]
-        self._outputs: list[tuple[int, tuple | None, torch.dtype]] = []
-        for number in call._outputs:
-            b = call._buffers[number]
-            alike = first.is_contiguous() and (first.shape, first.dtype) == (b.shape, b.dtype)
-            self._outputs.append((number, None if alike else b.shape, b.dtype))
-        # Where each buffer's address comes from: an entry of `starts`, and bytes behind it; or -1, and the address.
-        places = {n: (-1, t.data_ptr()) for n, t in zip(call._inputs[free:], fixed) if t is not None}
-        for at, number in enumerate((*self._inputs, *call._outputs), 1):
+        # Where each buffer's address comes from: an entry of `starts`, of which the first is 0, and bytes behind it.
+        places = {n: (0, t.data_ptr()) for n, t in zip(call._inputs[free:], fixed) if t is not None}
+        for at, number in enumerate(call._inputs[:free], 1):
             places.setdefault(number, (at, 0))
-        workspace = 1 + free + len(call._outputs)
-        scratch = {n: b.nbytes for n, b in enumerate(call._buffers) if b is not None and n not in places}
-        offsets_of, self._scratch = _packed_scratch(scratch, call._launches)
-        places |= {number: (workspace, offset) for number, offset in offsets_of.items()}
+        outputs = [n for n in dict.fromkeys(call._result) if n and n not in places]
+        # What a run allocates: the place among its tensors of one that is like it, None for none; its shape and type.
+        self._outputs: list[tuple[int | None, tuple, torch.dtype]] = []
+        for at, number in enumerate(outputs, 1 + free):
+            b, (like, _) = call._buffers[number], places.get(call._like.get(number, -1), (0, 0))
+            self._outputs.append((like - 1 if like else None, b.shape, b.dtype))
+            places[number] = at, 0
+        self._result = [places[n][0] - 1 if n else -1 for n in call._result]  # places among inputs, outputs and None
+        inside = {n: (places[number][0], offset) for n, (number, offset) in call._inside.items()}
+        scratch = {n: b.nbytes for n, b in enumerate(call._buffers) if b is not None and n not in places | inside}
+        offsets, self._scratch = _packed_scratch(scratch, call._launches)
+        workspace = 1 + free + len(outputs)
+        places |= inside | {number: (workspace, offset) for number, offset in offsets.items()}
         self._lay(call, places)
         self._lock = threading.Lock()
 
     def _lay(self, call: Call, places: dict[int, tuple[int, int]]) -> None:
-        """Write all that does not change into the memory, and note what does."""
-
-        def place(b: Buffer) -> tuple[int, int]:
-            at, more = places[b.number]
-            return at, more + b.offset
-
-        formats = [_format(launch.kernel.parameters) for launch in call._launches]
-        size = sum(-(-form.size // _LINE) * _LINE for form, _ in formats)
-        self._room = (ctypes.c_char * (size + _LINE))()
-        begin = -ctypes.addressof(self._room) % _LINE
-        base, at = ctypes.addressof(self._room) + begin, 0
-        self._slots: list[tuple[int, int, int]] = []  # a word of the memory, an entry of `starts`, bytes behind it
+        """Write all that does not change into memory, and note what does."""
+        words = (ctypes.c_uint64 * sum(2 * len(launch.arguments) for launch in call._launches))()
+        slots: dict[tuple, int] = {}  # where the address of a buffer, or those of a pair, stand in it
+        self._slots: list[tuple[int, int]] = []  # of each word: an entry of `starts`, and bytes behind it
         self._maps: list[list] = []  # [address of the map, entry of `starts`, bytes behind it, address it has now]
         self._starts: list[tuple[Callable[[], int], str]] = []
+        self._configs: list[_Config] = []
+        self._stream: int | None = None  # that of the configs
         self._keep: list[Any] = []
-        for (kernel, grid, arguments), (form, offsets) in zip(call._launches, formats):
-            function, attributes = _function(kernel, self._index)
-            values: list[Any] = []
-            self._slots.append(((at + 32) // 8, 0, 0))  # the stream
-            for given, offset in zip(arguments, offsets):
-                if isinstance(given, Map):
-                    source, more = place(given.of)
-                    if source >= 0:
-                        self._maps.append([base + at + offset, source, more, 0])
-                    values.append(_encoded(given, _BOUNDARY if source >= 0 else more))
-                elif isinstance(given, (Buffer, tuple)):
-                    for word, b in enumerate(given if isinstance(given, tuple) else (given,), (at + offset) // 8):
-                        source, more = place(b)
-                        if source >= 0:
-                            self._slots.append((word, source, more))
-                        values.append(0 if source >= 0 else more)
-                else:
-                    values.append(0 if given is None else given)
-            fixed = (*grid, 1, kernel.threads, 1, 1, kernel.shared, 0, *attributes)
-            form.pack_into(self._room, begin + at, *fixed, *values)
-            addresses = (ctypes.c_void_p * len(offsets))(*(base + at + offset for offset in offsets))
-            pointers = map(ctypes.c_void_p, (base + at, function, ctypes.addressof(addresses)))
+
+        def place(b: Buffer | None) -> tuple[int, int]:
+            at, more = (0, 0) if b is None else places[b.number]
+            return at, more if b is None else more + b.offset
+
+        def address(letter: str, given) -> int:
+            if letter in _NUMBERS:
+                self._keep.append(_NUMBERS[letter](given))
+                return ctypes.addressof(self._keep[-1])
+            if letter == "m":
+                at, more = place(given.of)
+                self._keep.append(_aligned(_encoded(given, _BOUNDARY if at else more)))
+                self._maps += [[self._keep[-1][1], at, more, 0]] if at else []
+                return self._keep[-1][1]
+            key = tuple(map(place, given if letter == "2" else (given,)))
+            if key not in slots:
+                slots[key] = ctypes.addressof(words) + ctypes.sizeof(ctypes.c_uint64) * len(self._slots)
+                self._slots += key
+            return slots[key]
+
+        for kernel, grid, arguments in call._launches:
+            function, (attributes, many) = _function(kernel, self._index)
+            config = _Config((*grid, 1), (kernel.threads, 1, 1), kernel.shared, None, attributes, many)
+            parameters = (ctypes.c_void_p * len(arguments))(*map(address, kernel.parameters, arguments))
+            self._keep.append(parameters)
+            self._configs.append(config)
+            pointers = map(ctypes.c_void_p, (ctypes.addressof(config), function, ctypes.addressof(parameters)))
             start = partial(driver().cuLaunchKernelEx, *pointers, None)
             self._starts.append((start, f"{kernel.name} with grid {grid}, {kernel.threads} threads a block"))
-            self._keep.append(addresses)
-            at += -(-form.size // _LINE) * _LINE
-        self._words = memoryview(self._room).cast("B")[begin : begin + size].cast("Q")
+        self._fill = partial(struct.Struct(f"{len(self._slots)}Q").pack_into, words, 0)
 
     def __call__(self, *tensors: Tensor | None) -> Any:
         """Run it on tensors for the inputs that are not fixed."""
@@ -472,31 +506,31 @@ class Bound:
         if current_device() != index:
             with torch.cuda.device(index):
                 return self(*tensors)
-        starts = [current_stream(index)]
+        every, starts = [*tensors], [0]
         for t in tensors:
             starts.append(0 if t is None else t.data_ptr())
-        outputs = []
-        for _, shape, dtype in self._outputs:
-            t = torch.empty_like(tensors[0]) if shape is None else torch.empty(shape, dtype=dtype, device=self._device)
-            outputs.append(t)
+        for like, shape, dtype in self._outputs:
+            t = torch.empty(shape, dtype=dtype, device=self._device) if like is None else torch.empty_like(every[like])
+            every.append(t)
             starts.append(t.data_ptr())
         if self._scratch:
             workspace = torch.empty(self._scratch, dtype=torch.uint8, device=self._device)
             starts.append(workspace.data_ptr())
         with self._lock:  # the driver reads the arguments while it launches
             self._launch(starts)
-        if not self._several and len(outputs) == 1:
-            return outputs[0]
-        made = {n: t for n, t in zip(self._inputs, tensors)}
-        made |= {number: t for (number, *_), t in zip(self._outputs, outputs)}
-        result = tuple([made[n] if n else None for n in self._result or ()])
-        return result if self._several else result[0] if result else None
+        if not self._several:
+            return every[self._result[0]]
+        every.append(None)
+        return tuple([every[at] for at in self._result])
 
     def _launch(self, starts: list[int]) -> None:
-        """Write the addresses and launch. starts: the stream, then the inputs, the outputs and the workspace."""
-        words = self._words
-        for word, at, more in self._slots:
-            words[word] = starts[at] + more
+        """Write the addresses and launch. starts: 0, then the inputs, the outputs and the workspace."""
+        stream = current_stream(self._index)
+        if stream != self._stream:
+            for config in self._configs:
+                config.stream = stream
+            self._stream = stream
+        self._fill(*[starts[at] + more for at, more in self._slots])
         for one in self._maps:
             where, at, more, last = one
             if (now := starts[at] + more) != last:
@@ -540,15 +574,12 @@ def _packed_scratch(sizes: dict[int, int], launches: list[_Launch]) -> tuple[dic
     return offsets, max((end for _, end, *_ in placed), default=0)
 
 
-def _format(parameters: str) -> tuple[struct.Struct, list[int]]:
-    """The format of a launch in memory, and the offset of each argument."""
-    form, offsets = _CONFIG, []
-    for letter in parameters:
-        at = struct.calcsize(form)
-        gap = -at % (_LINE if letter == "m" else 8)
-        offsets.append(at + gap)
-        form += (f"{gap}x" if gap else "") + _LETTERS[letter]
-    return struct.Struct(form), offsets
+def _aligned(content: bytes) -> tuple[Any, int]:
+    """Memory that holds this on a boundary, and its address."""
+    room = ctypes.create_string_buffer(len(content) + _LINE)
+    address = ctypes.addressof(room) + -ctypes.addressof(room) % _LINE
+    ctypes.memmove(address, content, len(content))
+    return room, address
 
 
 def _encoded(given: Map, address: int) -> bytes:

@@ -22,7 +22,7 @@ from .find import FeedForward, StandIn, examine, is_plain, layer_of, marks_of
 from .lossy import Lossy, cut_of, zeroed
 from .parts import Over, Weights, formula, owner_of, part_at, parts_of, put
 from .paths import PATHS
-from .terms import learn, of_hidden
+from .terms import learn, of_hidden, prepare
 
 # What nn.Module keeps of a module that a SparseFFN shares with the dense one: both have the same parts and hooks.
 _OWN = ("training", "_is_full_backward_hook")
@@ -34,27 +34,32 @@ _grad_enabled, _STRIDED = torch.is_grad_enabled, torch.strided
 
 
 class Prepared:
-    """A call of a layer on a GPU, prepared for x of one shape and alignment: how it runs, and for which weights."""
+    """A call of a layer on a GPU, prepared for x of one shape and alignment, with gradients on or off: how it runs, and
+    for which weights."""
 
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, parts: list[Any]) -> None:
-        self.run, self.dtype, self.index = run, x.dtype, x.device.index
-        # Of each parameter: where it is, itself, its address and its strides. And where there is none, as a bias.
+        self.run, self.dtype, self.index = run, x.dtype, x.get_device()
+        self.grad, self.wanted = _grad_enabled(), x.requires_grad
+        # Of each parameter: where it is, itself, its address, its strides, and whether it learns. And where there is
+        # none, as a bias.
         tables = {id(m): m._parameters for m in (owner_of(part) for part in parts if part is not None)}
         own = [(table, name, t) for table in tables.values() for name, t in table.items()]
-        self.weights = [(table, name, t, t.data_ptr(), t.stride()) for table, name, t in own if t is not None]
+        self.weights = [
+            (table, name, t, t.data_ptr(), t.stride(), t.requires_grad) for table, name, t in own if t is not None
+        ]
         self.absent = [(table, name) for table, name, t in own if t is None]
 
     def holds(self, x: Tensor) -> bool:
         """Return whether it may run: x has the type, lies on the device, and every weight is where it was."""
         if x.dtype is not self.dtype or x.get_device() != self.index or not x.is_contiguous():
             return False
-        grad = _grad_enabled()
-        if grad and x.requires_grad:
+        grad = self.grad
+        if grad and x.requires_grad is not self.wanted:
             return False
-        for table, name, t, at, strides in self.weights:
+        for table, name, t, at, strides, wanted in self.weights:
             if table.get(name) is not t or t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype:
                 return False
-            if grad and t.requires_grad:
+            if grad and t.requires_grad is not wanted:
                 return False
         for table, name in self.absent:
             if table.get(name) is not None:
@@ -111,7 +116,7 @@ class SparseFFN(nn.Module, StandIn):
         self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
         self._know_activation()
         self.forms: dict[str, Any] = {}  # by path (layers.paths.path.Converted)
-        self._prepared: dict[tuple, Prepared] = {}  # by the shape of x, and its address modulo 16
+        self._prepared: dict[tuple, Prepared] = {}  # by what `_call` says
         self.learning: str | None = None
         self.told: list[tuple] | None = None  # where forwards report (layers.terms)
         self.reports = False
@@ -234,12 +239,15 @@ class SparseFFN(nn.Module, StandIn):
         if path not in (None, "dense", "twell"):
             raise InputError(f"path is {path!r}; 'dense', 'twell' and None are accepted")
         self.learning = path
+        self._prepared.clear()
 
     def tell(self, told: list[tuple] | None) -> None:
         """Append to `told` at each forward from now on; None: stop (layers.terms). Each layer gets a list of its own:
         under FSDP2 layers are compiled one by one, and share a graph as long as they do not differ in anything."""
         self.told = told
-        self.reports |= told is not None
+        if told is not None and not self.reports:
+            self.reports = True
+            self._prepared.clear()
 
     def report(self, h: Tensor) -> Tensor:
         """Report what enters the down projection, h [..., d_ff], where somebody asks; returns it."""
@@ -252,10 +260,14 @@ class SparseFFN(nn.Module, StandIn):
         if is_dynamo_compiling():
             return self._traced(x)
         if type(x) is Tensor and plain_eager() and x.is_cuda and x.layout is _STRIDED:
-            known = self._prepared.get((x.shape, x.data_ptr() & 15))
-            if known is not None and known.holds(x) and self.told is None and is_plain(self):
+            known = self._prepared.get(self._call(x))
+            if known is not None and known.holds(x) and is_plain(self):
                 return known.run(x)
         return self._forward(x)
+
+    def _call(self, x: Tensor) -> tuple:
+        """Return what a prepared call is for, besides the weights."""
+        return x.shape, x.data_ptr() & 15, _grad_enabled(), self.told is None
 
     def _forward(self, x: Tensor) -> Tensor:
         """`forward`, with nothing taken for granted."""
@@ -266,15 +278,16 @@ class SparseFFN(nn.Module, StandIn):
             return self.dense(x)
         choice = self.choice(x.shape[:-1].numel())
         path, hot = PATHS[choice.path], choice.hot
-        if self.told is not None or checks.needs_gradient(x, *weights):
-            return learn(self, x, weights, path)
-        if path.name != DENSE.path and path.refuses(self, weights):
+        learns = self.told is not None or checks.needs_gradient(x, *weights)
+        if not learns and path.name != DENSE.path and path.refuses(self, weights):
             return self.dense(x)
-        if x.is_cuda and x.numel() and x.is_contiguous() and (run := path.prepare(self, x, weights, hot)):
-            if len(self._prepared) >= _MOST_PREPARED:
-                self._prepared.clear()
-            self._prepared[x.shape, x.data_ptr() & 15] = Prepared(run, x, self.parts)
-        return path.forward(self, x, weights, hot)
+        if x.is_cuda and x.numel() and x.is_contiguous():
+            run = prepare(self, x, weights, path) if learns else path.prepare(self, x, weights, hot)
+            if run is not None:
+                if len(self._prepared) >= _MOST_PREPARED:
+                    self._prepared.clear()
+                self._prepared[self._call(x)] = Prepared(run, x, self.parts)
+        return learn(self, x, weights, path) if learns else path.forward(self, x, weights, hot)
 
     def _is_usual(self, x: Tensor, weights: Weights) -> bool:
         """Return whether this is a plain call on such tensors: inference, or training, there also under autocast."""
@@ -297,9 +310,14 @@ class SparseFFN(nn.Module, StandIn):
         return not self.drops
 
     @property
+    def may_drop(self) -> bool:
+        """Return whether a forward drops hidden activations at random, unless the rate is 0."""
+        return self.training and self._drop[0] is not None
+
+    @property
     def drops(self) -> bool:
         """Return whether a forward may drop hidden activations at random."""
-        return self.training and self._drop[0] is not None and self._drop[0].p > 0
+        return self.may_drop and self._drop[0].p > 0
 
     def _traced(self, x: Tensor) -> Tensor:
         """Return what torch.compile sees: one operator, or torch's operations, which it fuses."""

@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx
 
 from ..core import InputError
 from ..ops.activation import RELU
-from ..ops.checks import all_finite
+from ..ops.checks import all_finite, plain_eager, watched
 from .find import firing_layers
 from .parts import owner_of
 from .paths.path import hides_host
@@ -74,17 +74,44 @@ def learn(layer: nn.Module, x: Tensor, weights: tuple, path) -> Tensor:
     weights: gate, up, down and the three biases. path: the planned Path; its `learns` counts where `learn` of the layer
     was given none. Once asked to report, a layer always takes the operator that can: a forward that is recomputed
     (checkpointing) must save what the first one saved."""
-    way = layer.learning or path.learns
-    short = way == DENSE and not (layer.reports or x.is_cuda and hides_host(x))
-    if layer.acts != RELU or layer.gate is layer.up or short:
+    way = _way(layer, x, path)
+    if way is None:
         return layer.dense(x)
     from ..ops.train import train
 
-    y, l1, kept, lost = train(x, *weights[:6], path=way)
+    return _reported(layer, *train(x, *weights[:6], path=way), weights[1].shape[0])
+
+
+def prepare(layer: nn.Module, x: Tensor, weights: tuple, path) -> Callable[[Tensor], Tensor] | None:
+    """Return a function that does `learn` on a GPU for any x like this one, with these weights; None where more may
+    change than a layer looks at before each call: autocast, the rate of a dropout, weights that are computed."""
+    if layer.may_drop or not plain_eager() or watched(*weights) or not all(t is None or t.is_leaf for t in weights):
+        return None
+    way = _way(layer, x, path)
+    if way is None:
+        return layer.dense
+    from ..ops import train
+
+    step, d_ff = train.prepare(x, *weights[:6], path=way), weights[1].shape[0]
+    return lambda x: _reported(layer, *step(x), d_ff)
+
+
+def _way(layer: nn.Module, x: Tensor, path) -> str | None:
+    """The path of ops.train; None for the dense module."""
+    way = layer.learning or path.learns
+    short = way == DENSE and not (layer.reports or x.is_cuda and hides_host(x))
+    return None if layer.acts != RELU or layer.gate is layer.up or short else way
+
+
+def _reported(layer: nn.Module, y: Tensor, l1: Tensor, facts: Tensor, d_ff: int) -> Tensor:
+    """Report of a layer with these results (ops.train.train), where somebody asks; returns y."""
     if layer.told is not None:
+        from ..ops.train import counts
+
         _refuse_reentrant()
-        share = None if lost is None else lost[0].float() / kept.numel()
-        layer.told.append((l1.mean(), kept.float().mean(), share, *light_and_heavy(kept, weights[1].shape[0])))
+        kept, lost = counts(facts, l1.numel())
+        share = None if lost is None else lost.float() / kept.numel()
+        layer.told.append((l1.mean(), kept.float().mean(), share, *light_and_heavy(kept, d_ff)))
     return y
 
 

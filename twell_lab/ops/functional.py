@@ -91,7 +91,7 @@ def ffn(
 
     x: [..., d_model] -> [..., d_model]; gate and up [d_ff, d_model], down [d_model, d_ff]. path: "twell", "dense", or
     "hot_cold" with its `hot` first neurons dense. Differentiable in x, the weights and the biases with a ReLU
-    (`train.train_ffn`). Under torch.autocast everything is cast first, as nn.Linear casts. Where down is not stored
+    (`train.train`). Under torch.autocast everything is cast first, as nn.Linear casts. Where down is not stored
     transposed (as `SparseFFN` stores it), a transpose is made on each call. Weights must be finite: the rows of a
     silent neuron are not read, so a NaN there does not reach the result as it does in the dense layer; on a CPU that is
     checked. backend: "simulator" runs the portable kernels of a ReLU on CPU tensors in twell_lab.simulator. Raises
@@ -116,7 +116,7 @@ def ffn(
 
         if acts != RELU:
             return dispatch.by_torch(*tensors, acts=acts)
-        return train.train_ffn(*tensors, path="dense" if path == "dense" else "twell")[0]
+        return train.train(*tensors, path="dense" if path == "dense" else "twell")[0]
     if not x.is_cuda and not torch.compiler.is_compiling():
         named = {"gate": gate, "up": up, "down": down, "gate_bias": gate_bias, "up_bias": up_bias}
         check_finite({**named, "down_bias": down_bias})

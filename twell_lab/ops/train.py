@@ -19,20 +19,21 @@ computed again in the backward pass, by torch's operations.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
-from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from ..core import InputError
-from ..cuda.launch import Buffer, Call, Layout, capability
+from ..cuda.launch import Buffer, Call, Layout, capability, lie, run
 from ..formats.twell import fires
 from . import survivors as kept_entries
-from .checks import check_layer, plain_eager, transformed, watched
+from .checks import check_layer, transformed, watched
 from .columns import weight_gradients
 from .gate_pack import gate_pack_sm80, gate_pack_sm90, takes_sm90
 from .survivors import Survivors, capacity_for
@@ -44,12 +45,11 @@ from .transpose import transposed
 PATHS = ("dense", "twell")
 _VECTOR = 8  # d_model and d_ff are multiples of it where the gate GEMM packs
 _OLDEST = {torch.bfloat16: (8, 0), torch.float16: (7, 5)}  # compute capability, by type of values
-Weights = tuple[Tensor | None, ...]  # gate, up, down, gate_bias, up_bias, down_bias
 
 _library = torch.library.Library("twell_lab", "FRAGMENT")
 _LAYER = "Tensor x, Tensor? gate, Tensor up, Tensor down, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias"
-# first, second: down transposed and up's values on the sparse path; gate's and up's values on the dense one.
-_SAVED = "Tensor kept, Tensor first, Tensor second, Tensor spans, Tensor words, Tensor lost"
+# facts: see `train`. first, second: down transposed on the sparse path; gate's and up's values on the dense one.
+_SAVED = "Tensor facts, Tensor first, Tensor second"
 _library.define(f"train({_LAYER}, str path) -> (Tensor y, Tensor l1, {_SAVED})")
 _library.define(f"train_backward(Tensor dy, Tensor? dl1, {_LAYER}, {_SAVED}, str path) -> Tensor[]")
 
@@ -73,70 +73,34 @@ def train_ffn(
     "dense" all of them, with one kernel forward and one backward for what lies between the matrix products. Both give
     the same function and the same gradients. Under torch.autocast everything is cast first, as
     torch.nn.functional.linear does. Raises InputError for arguments that do not fit together."""
-    return train_layer(x, gate, up, down, gate_bias, up_bias, down_bias, path=path)[:3]
+    y, l1, facts = train(x, gate, up, down, gate_bias, up_bias, down_bias, path=path)
+    return y, l1.view(x.shape[:-1]), counts(facts, l1.numel())[0].view(x.shape[:-1])
 
 
-def train_layer(
-    x: Tensor, gate, up: Tensor, down: Tensor, gate_bias=None, up_bias=None, down_bias=None, *, path: str = "twell"
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute what `train_ffn` returns, and how many tokens did not fit into the compact form and were computed from
-    the dense weights: an int32 scalar on the device; None where there is no compact form (path "dense", and where
-    `takes` is False)."""
-    y, l1, kept, lost = train(x, gate, up, down, gate_bias, up_bias, down_bias, path=path)
-    return y, l1.view(x.shape[:-1]), kept.view(x.shape[:-1]), None if lost is None else lost[0]
-
-
-def train(x: Tensor, *weights: Tensor | None, path: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute y, of the shape of x; l1 and kept, [tokens]; and the list of lost rows (Survivors), None where there is
-    none. For those who need no views of the others: each costs the host as much as a launch."""
+def train(x: Tensor, *weights: Tensor | None, path: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute y, of the shape of x; l1, [tokens]; and facts, int32, for `counts`."""
     if path not in PATHS:
         raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
-    shape = x.shape if isinstance(x, Tensor) else None
-    if not _plain(x, *weights):
-        x, *weights = check_layer(x, *weights)
-        made = _checked(_rows(x), *weights, path=path)
-    else:
-        made = _Train.apply(path, _rows(x), *weights)
-    y, l1, kept, lost = made
-    return y if len(shape) == 2 else y.view(shape), l1, kept, lost
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x [..., d_model] as [tokens, d_model]."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def _plain(x, gate, up, down, gate_bias, up_bias, down_bias) -> bool:
-    """Return whether this is a call in plain eager code, of tensors on one GPU that fit together."""
-    if torch.compiler.is_compiling() or not plain_eager() or not isinstance(up, Tensor) or up.dim() != 2:
-        return False
-    d_ff, d_model = up.shape
-    if type(x) not in (Tensor, Parameter) or not x.is_cuda or x.dim() == 0 or x.shape[-1] != d_model or not up.numel():
-        return False
-    dtype, device, matrix = x.dtype, x.device, (d_ff, d_model)
-    return dtype in (torch.bfloat16, torch.float16, torch.float32) and all(
-        t is None
-        or type(t) in (Tensor, Parameter)
-        and (t.shape == shape and t.dtype == dtype and t.device == device and t.layout == torch.strided)
-        for t, shape in (
-            (gate, matrix),
-            (up, matrix),
-            (down, (d_model, d_ff)),
-            (gate_bias, (d_ff,)),
-            (up_bias, (d_ff,)),
-            (down_bias, (d_model,)),
-        )
-    )
-
-
-def _checked(x: Tensor, *weights: Tensor | None, path: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute what `train` returns for x [tokens, d_model] and weights that were checked, of any kind."""
+    x, *weights = check_layer(x, *weights)
     if transformed() or path == "dense" and (not x.is_cuda or torch.compiler.is_compiling()):
-        return *_by_torch(x, *weights), None
-    if not watched(x, *weights):
-        return _Train.apply(path, x, *weights)
-    y, l1, kept, *_, lost = torch.ops.twell_lab.train(x, *weights, path)
-    return y, l1, kept, lost if lost.shape[0] else None
+        return _by_torch(x, *weights)
+    if watched(x, *weights):
+        return torch.ops.twell_lab.train(x, *weights, path)[:3]
+    return _Train.apply(_step(path, x, *weights), x, *weights)
+
+
+def counts(facts: Tensor, tokens: int) -> tuple[Tensor, Tensor | None]:
+    """Return how many neurons fired, int32 [tokens], and how many tokens did not fit into the compact form, a scalar or
+    None, from the facts of so many tokens: `kept` of Survivors, behind which all but l1 lies where there is a compact
+    form. Those who do not ask are spared these views, each of which costs the host as much as a launch."""
+    return facts[:tokens], facts[lie(4 * tokens)[1] // 4] if len(facts) > tokens else None
+
+
+def prepare(x: Tensor, *weights: Tensor | None, path: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Return a function that does `train`, and checks nothing, for any x like this one: a plain tensor on a GPU. The
+    weights have to stay of these shapes, types and strides."""
+    step = _step(path, x, *weights)
+    return lambda x: _Train.apply(step, x, *weights)
 
 
 # ---- the sparse path
@@ -150,35 +114,80 @@ def takes(device: torch.device, dtype: torch.dtype, tokens: int, d_model: int, d
     return kept_entries.takes(dtype, tokens, d_model, d_ff) and capability(index) >= _OLDEST[dtype]
 
 
-def _sizes(x: Tensor, gate, up: Tensor, down: Tensor, gate_bias, up_bias, down_bias) -> tuple:
-    """Return all that the calls of a layer depend on: kernels get contiguous tensors, of down the transpose if it has
-    the strides of one."""
-    biased = gate_bias is not None, up_bias is not None, down_bias is not None
-    return x.device, x.dtype, *x.shape, up.shape[0], gate is not None, biased, down.stride() == (1, x.shape[1])
-
-
 def _input(call: Call, dtype: torch.dtype, *shape: int) -> Buffer:
     return call.input(Layout(shape, (shape[1], 1) if len(shape) == 2 else (1,), dtype, 0))
 
 
+def _together(call: Call, s: Survivors, memory: Buffer | None = None) -> Buffer:
+    """The facts of a step: all that its backward pass needs of the survivors."""
+    return call.together(s.kept, s.lost, s.spans, s.words, s.ups, memory=memory)
+
+
+def _length(tokens: int, d_ff: int, gated: bool) -> int:
+    """How many int32 values `_together` takes."""
+    entries = capacity_for(tokens, d_ff)
+    values = tokens, tokens + 2, 2 * tokens, entries, entries if gated else 0
+    return lie(*(4 * n for n in values))[-1] // 4
+
+
+class _Sparse:
+    """A step by the kernels, of a layer of these sizes: one call in each direction. biased: which biases there are.
+    turned: down has the strides of a transpose, and so has its gradient."""
+
+    path = "twell"
+
+    def __init__(self, device, dtype, tokens, d_model, d_ff, gated: bool, biased: tuple, turned: bool) -> None:
+        self.turned, matrix = turned, (d_ff, d_model)
+
+        def layer(call: Call, down: tuple[int, int]) -> list[Buffer | None]:
+            """Add x and the weights."""
+            shapes = ((tokens, d_model), matrix, matrix, down, (d_ff,), (d_ff,), (d_model,))
+            there = (True, gated, True, True, *biased)
+            return [_input(call, dtype, *shape) if has else call.input(None) for has, shape in zip(there, shapes)]
+
+        self.forward_call = call = Call(device)
+        x, gate, up, down, *biases = layer(call, matrix if turned else matrix[::-1])
+        down_t = down if turned else transposed(call, down)
+        first, bias = (gate, biases[0]) if gated else (up, biases[1])
+        packs = gate_pack_sm90 if takes_sm90(call.capability, x, first) else gate_pack_sm80
+        packed, pool = packs(call, x, first, bias)
+        s, y = forward_rows(call, packed, pool, x, gate, up, down_t, *biases)
+        call.returns((y, s.l1, _together(call, s), None if turned else down_t), like=(x,))
+
+        self.backward_call = call = Call(device)
+        x, gate, up, down_t, *biases, _ = layer(call, matrix)
+        entries = capacity_for(tokens, d_ff)
+        shapes = (tokens, 2), (entries,), (tokens + 2,), (tokens,)
+        spans, words, lost, kept = (call.empty(*shape, dtype=torch.int32) for shape in shapes)
+        ups = call.empty(entries, dtype=torch.float32) if gated else None
+        s = Survivors(spans, words, ups, lost, kept, None)
+        _together(call, s, _input(call, torch.int32, _length(tokens, d_ff, gated)))
+        dy, dl1 = _input(call, dtype, tokens, d_model), _input(call, torch.float32, tokens)  # dl1 may be None
+        dx, dgate, dup, ddown_t, *of_biases = backward_rows(call, s, dy, dl1, x, gate, up, down_t, *biases)
+        ddown = ddown_t if turned else transposed(call, ddown_t)
+        call.returns((dx, dgate, dup, ddown, *of_biases), like=(x, gate, up, down_t))
+
+    def forward(self, x, gate, up, down, *biases) -> tuple[Tensor | None, ...]:
+        """y, l1, facts, and what else is saved."""
+        down = down.t() if self.turned else down
+        return *self.forward_call(*_read(x, gate, up, down, *biases)), None
+
+    def backward(self, dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, facts, down_t, _):
+        """The gradients of the seven inputs."""
+        if down_t is None or self.turned:  # down has the strides of a transpose, or had them in the forward pass
+            down_t = down.t()
+        given = _read(x, gate, up, down_t, gate_bias, up_bias, None, facts, dy, dl1)
+        dx, dgate, dup, ddown, *of_biases = self.backward_call(*given)
+        of_down = None if down_bias is None else _rows(dy).sum(0)
+        return dx, dgate, dup, ddown.t() if self.turned else ddown, *of_biases, of_down
+
+
 @lru_cache(maxsize=256)
-def _forward_call(device, dtype, tokens, d_model, d_ff, gated: bool, biased: tuple, turned: bool) -> Call | None:
-    """The launches of a forward pass; None for what the kernels do not take. turned: down has the strides of a
-    transpose."""
+def _sparse(device, dtype, tokens, d_model, d_ff, *how) -> _Sparse | None:
+    """The step for these sizes; None for what the kernels do not take."""
     if not takes(device, dtype, tokens, d_model, d_ff):
         return None
-    call, matrix = Call(device), (d_ff, d_model)
-    x, up = _input(call, dtype, tokens, d_model), _input(call, dtype, *matrix)
-    down = _input(call, dtype, *(matrix if turned else matrix[::-1]))
-    gate = _input(call, dtype, *matrix) if gated else call.input(None)
-    biases = [_input(call, dtype, n) if has else call.input(None) for has, n in zip(biased, (d_ff, d_ff, d_model))]
-    down_t = down if turned else transposed(call, down)
-    first, bias = (gate, biases[0]) if gated else (up, biases[1])
-    packs = gate_pack_sm90 if takes_sm90(call.capability, x, first) else gate_pack_sm80
-    packed, pool = packs(call, x, first, bias)
-    s, y = forward_rows(call, packed, pool, x, gate, up, down_t, *biases)
-    call.returns((y, s.l1, s.kept, None if turned else down_t, s.ups, s.spans, s.words, s.lost))
-    return call
+    return _Sparse(device, dtype, tokens, d_model, d_ff, *how)
 
 
 def forward_rows(call: Call, packed, pool, x, gate, up, down_t, gate_bias, up_bias, down_bias):
@@ -221,49 +230,25 @@ def backward_rows(call: Call, s: Survivors, dy, dl1, x, gate, up, down_t, gate_b
     return dx, *matrices, None if gate_bias is None else dgate_bias, None if up_bias is None else dup_bias
 
 
-def _contiguous(t: Tensor | None) -> Tensor | None:
-    """t itself if it is contiguous and aligned to 16 bytes, as kernels read it; otherwise a copy that is."""
-    if t is None or t.is_contiguous() and t.data_ptr() % 16 == 0:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
-
-
-def _sparse_forward(x, gate, up, down, *biases) -> tuple[Tensor | None, ...] | None:
-    call = _forward_call(*(sizes := _sizes(x, gate, up, down, *biases)))
-    if call is None:
-        return None
-    down = down.t() if sizes[-1] else down
-    return call(*map(_contiguous, (x, up, down, gate, *biases)))
-
-
-def _sparse_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, down_t, ups, spans, words, lost):
-    sizes = _sizes(x, gate, up, down, gate_bias, up_bias, down_bias)
-    if down_t is None or not down_t.numel():  # down has the strides of a transpose, or had them in the forward pass
-        down_t = down.t()
-    given = map(_contiguous, (dy, x, dl1, up, down_t, gate, gate_bias, up_bias))
-    call = _backward_call(*sizes, dl1 is not None)
-    made = call(spans, words, lost, kept, None if gate is None else ups, *given)
-    dx, dgate, dup, ddown, *biases = made
-    return dx, dgate, dup, ddown.t() if sizes[-1] else ddown, *biases, None if down_bias is None else dy.sum(0)
+def _read(*tensors: Tensor | None) -> list[Tensor | None]:
+    """These tensors as kernels read them, contiguous and aligned to 16 bytes: themselves, or copies."""
+    return [
+        t
+        if t is None or t.is_contiguous() and not t.data_ptr() & 15
+        else t.clone(memory_format=torch.contiguous_format)
+        for t in tensors
+    ]
 
 
 # ---- the dense path: torch's GEMMs, and one fused kernel between them (h is not kept, but computed again)
 
 
 def _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias):
-    """(y, l1, kept), differentiable any number of times."""
+    """(y, l1, facts) of x [..., d_model], differentiable any number of times."""
     first = torch.relu(linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias))
     h = first if gate is None else first * linear(x, up, up_bias)
-    kept = fires(first.detach()).sum(1, dtype=torch.int32)
-    return linear(h, down, down_bias), h.abs().sum(1, dtype=_wide(h)), kept
-
-
-_NOTHING: AbstractContextManager = nullcontext()
-
-
-def _uncast(kind: str) -> AbstractContextManager:
-    """A context without autocast on this kind of device. It is mostly off already, which costs less to see."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+    kept = fires(first.detach()).sum(-1, dtype=torch.int32)
+    return linear(h, down, down_bias), h.abs().sum(-1, dtype=_wide(h)).flatten(), kept.flatten()
 
 
 def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None]:
@@ -273,45 +258,57 @@ def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None
     return linear(x, gate, gate_bias), linear(x, up, up_bias)
 
 
-def _dense_forward(x, gate, up, down, gate_bias, up_bias, down_bias) -> tuple[Tensor | None, ...]:
-    """(y, l1, kept, g, u)."""
-    with _uncast(x.device.type):
-        g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
-        if g.is_cuda:
-            h, l1, kept = _hidden_call(g.device, g.dtype, *g.shape, gate is not None)(g, u)
-        else:
-            keep = fires(g)
-            h = torch.where(keep, g if u is None else g * u, g.new_zeros(()))
-            l1, kept = h.abs().sum(1, dtype=_wide(g)), keep.sum(1, dtype=torch.int32)
-            if u is not None:  # a silent neuron's zero is not multiplied by an infinite u; torch and the GPU do it
-                spoilt = ~x.isfinite().all(1) & ~keep.all(1)
-                h[spoilt], l1[spoilt] = torch.nan, torch.nan
-        return linear(h, down, down_bias), l1, kept, g, u
+def _rows(x: Tensor) -> Tensor:
+    """x [..., d_model] as [tokens, d_model]."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _dense_backward(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, g, u) -> tuple[Tensor | None, ...]:
-    """The gradients of the seven inputs; g None: to be computed again."""
-    with _uncast(x.device.type):
-        if g is None or not g.numel():
-            g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
-        h, dg, du = _middle_gradients(g, None if gate is None else u, dy @ down, dl1)
-        ddown = dy.t() @ h
-        del h
-        if gate is None:
-            dgate, dup, dx = None, dg.t() @ x, dg @ up
-        else:
-            dgate, dup = dg.t() @ x, du.t() @ x
-            dx = torch.addmm(dg @ gate, du, up) if x.is_cuda else dg @ gate + du @ up
-        of_up = dg if gate is None else du
-        summed = ((gate_bias, dg), (up_bias, of_up), (down_bias, dy))
-        return dx, dgate, dup, ddown, *(None if bias is None else values.sum(0) for bias, values in summed)
+class _Dense(NamedTuple):
+    """A step on all neurons. path: "dense" saves g and u, "twell" computes them again."""
+
+    path: str
+
+    def forward(self, x, gate, up, down, gate_bias, up_bias, down_bias) -> tuple[Tensor | None, ...]:
+        """y, l1, facts, g, u."""
+        rows = _rows(x)
+        with torch.autocast(x.device.type, enabled=False):
+            g, u = _gate_and_up(rows, gate, up, gate_bias, up_bias)
+            if g.is_cuda:
+                h, l1, kept = run(dense_hidden, g, u)
+            else:
+                keep = fires(g)
+                h = torch.where(keep, g if u is None else g * u, g.new_zeros(()))
+                l1, kept = h.abs().sum(1, dtype=_wide(g)), keep.sum(1, dtype=torch.int32)
+                if u is not None:  # a silent neuron's zero is not multiplied by an infinite u; torch and the GPU do it
+                    spoilt = ~rows.isfinite().all(1) & ~keep.all(1)
+                    h[spoilt], l1[spoilt] = torch.nan, torch.nan
+            saved = (g, u) if self.path == "dense" else (None, None)
+            return linear(h, down, down_bias).view(x.shape), l1, kept, *saved
+
+    def backward(self, dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, _, g, u):
+        """The gradients of the seven inputs."""
+        shape, x, dy = x.shape, _rows(x), _rows(dy)
+        with torch.autocast(x.device.type, enabled=False):
+            if g is None:
+                g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
+            h, dg, du = _middle_gradients(g, u, dy @ down, dl1)
+            ddown = dy.t() @ h
+            del h
+            if gate is None:
+                dgate, dup, dx = None, dg.t() @ x, dg @ up
+            else:
+                dgate, dup = dg.t() @ x, du.t() @ x
+                dx = torch.addmm(dg @ gate, du, up) if x.is_cuda else dg @ gate + du @ up
+            of_up = dg if gate is None else du
+            summed = ((gate_bias, dg), (up_bias, of_up), (down_bias, dy))
+            of_biases = (None if bias is None else values.sum(0) for bias, values in summed)
+            return dx.view(shape), dgate, dup, ddown, *of_biases
 
 
 def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None):
     """(h, dg, du) from dh, the gradient of the loss in h, and dl1, that in l1. dh may be overwritten."""
     if g.is_cuda:
-        call = _gradients_call(g.device, g.dtype, *g.shape, u is not None, dl1 is not None)
-        return call(g, u, dh, _contiguous(dl1))
+        return run(dense_gradients, g, u, dh, *_read(dl1))
     keep, zero = fires(g), g.new_zeros(())
     h = torch.where(keep, g if u is None else g * u, zero)
     if dl1 is not None:
@@ -319,23 +316,6 @@ def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | Non
     if u is None:
         return h, torch.where(keep, dh, zero), None
     return h, torch.where(keep, dh * u, zero), torch.where(keep, dh * g, zero)
-
-
-@lru_cache(maxsize=256)
-def _hidden_call(device, dtype, tokens, d_ff, gated: bool) -> Call:
-    call = Call(device)
-    g, u = _input(call, dtype, tokens, d_ff), _input(call, dtype, tokens, d_ff) if gated else call.input(None)
-    call.returns(dense_hidden(call, g, u))
-    return call
-
-
-@lru_cache(maxsize=256)
-def _gradients_call(device, dtype, tokens, d_ff, gated: bool, slope: bool) -> Call:
-    call = Call(device)
-    g, u = _input(call, dtype, tokens, d_ff), _input(call, dtype, tokens, d_ff) if gated else call.input(None)
-    dh = _input(call, dtype, tokens, d_ff)
-    call.returns(dense_gradients(call, g, u, dh, _input(call, torch.float32, tokens) if slope else call.input(None)))
-    return call
 
 
 def _wide(t: Tensor) -> torch.dtype:
@@ -346,73 +326,60 @@ def _wide(t: Tensor) -> torch.dtype:
 # ---- both paths, as an operator of torch's and as a function
 
 
-@torch.no_grad()
-def _forward(x, *weights, path: str) -> tuple[Tensor | None, ...]:
-    """y, l1, kept, then first, second, spans, words and lost of the operator, None for what there is not."""
-    made = _sparse_forward(x, *weights) if path == "twell" and x.is_cuda else None
-    if made is None:
-        y, l1, kept, g, u = _dense_forward(x, *weights)
-        made = (y, l1, kept, *((g, u) if path == "dense" else (None, None)), None, None, None)
-    return made
+def _step(path: str, x, gate, up, down, *biases) -> _Sparse | _Dense:
+    """The step of a layer: all that it depends on is their sizes."""
+    if path == "dense" or not x.is_cuda:
+        return _Dense(path)
+    d_ff, d_model = up.shape
+    how = gate is not None, tuple([bias is not None for bias in biases]), down.stride() == (1, d_model)
+    return _sparse(x.device, x.dtype, x.numel() // d_model, d_model, d_ff, *how) or _Dense(path)
 
 
-@torch.no_grad()
-def _backward(dy, dl1, *tensors, path: str) -> tuple[Tensor | None, ...]:
-    """The gradients of x and the weights. tensors: x, the weights, and what `_forward` returned from `kept` on."""
-    layer, saved = tensors[:7], tensors[7:]
-    if saved[3] is not None and saved[3].numel():
-        return _sparse_backward(dy, dl1, *tensors)
-    return _dense_backward(dy, dl1, *layer, *saved[1:3])
-
-
-def _types(x: Tensor, path: str) -> tuple[torch.dtype, ...]:
-    """The types of what is saved behind `kept`."""
-    return x.dtype, torch.float32 if path == "twell" else x.dtype, *(torch.int32,) * 3
+def _there(like: Tensor, tensors) -> list[Tensor]:
+    """These tensors, with empty ones for None: an operator has no None among its results."""
+    return [like.new_empty(0) if t is None else t for t in tensors]
 
 
 @torch.library.impl(_library, "train", "CPU")
 @torch.library.impl(_library, "train", "CUDA")
-def _operator(x, gate, up, down, gate_bias, up_bias, down_bias, path):
-    y, l1, kept, *saved = _forward(x, gate, up, down, gate_bias, up_bias, down_bias, path=path)
-    # An operator returns no None.
-    return y, l1, kept, *(x.new_empty(0, dtype=d) if t is None else t for t, d in zip(saved, _types(x, path)))
+def _operator(*arguments):
+    *layer, path = arguments
+    return tuple(_there(layer[0], _step(path, *layer).forward(*layer)))
 
 
 @torch.library.impl(_library, "train_backward", "CPU")
 @torch.library.impl(_library, "train_backward", "CUDA")
-def _backward_operator(*arguments):
-    *tensors, path = arguments
-    return [tensors[0].new_empty(0) if t is None else t for t in _backward(*tensors, path=path)]
+def _backward_operator(dy, dl1, *arguments):
+    *layer, facts, first, second, path = arguments
+    saved = (t if t.numel() else None for t in (first, second))
+    return _there(dy, _step(path, *layer).backward(dy, dl1, *layer, facts, *saved))
 
 
 @torch.library.register_fake("twell_lab::train", lib=_library)
 def _(x, gate, up, down, gate_bias, up_bias, down_bias, path):
-    tokens, (d_ff, d_model), nothing = x.shape[0], up.shape, [(0,)] * 5
+    tokens, (d_ff, d_model), gated = math.prod(x.shape[:-1]), up.shape, gate is not None
+    length, first, second = tokens, (0,), (0,)
     if path == "dense":
-        shapes = [(tokens, d_ff), (tokens, d_ff) if gate is not None else (0,), *nothing[2:]]
-    elif not takes(x.device, x.dtype, tokens, d_model, d_ff):
-        shapes = nothing
-    else:
-        room, turned = capacity_for(tokens, d_ff), down.stride() == (1, d_model)
-        rows = [(tokens, 2), (room,), (tokens + 2,)]
-        shapes = [(0,) if turned else (d_ff, d_model), (0,) if gate is None else (room,), *rows]
-    facts = x.new_empty(tokens, dtype=_wide(x)), x.new_empty(tokens, dtype=torch.int32)
-    saved = (x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, _types(x, path)))
-    return x.new_empty(x.shape), *facts, *saved
+        first, second = (tokens, d_ff), (tokens, d_ff) if gated else (0,)
+    elif takes(x.device, x.dtype, tokens, d_model, d_ff):
+        length, first = _length(tokens, d_ff, gated), (0,) if down.stride() == (1, d_model) else (d_ff, d_model)
+    l1, facts = x.new_empty(tokens, dtype=_wide(x)), x.new_empty(length, dtype=torch.int32)
+    return x.new_empty(x.shape), l1, facts, x.new_empty(first), x.new_empty(second)
 
 
 @torch.library.register_fake("twell_lab::train_backward", lib=_library)
-def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, kept, first, second, spans, words, lost, path):
+def _(dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, facts, first, second, path):
     made = [x.new_empty(0 if t is None else t.shape) for t in (x, gate, up, down, gate_bias, up_bias, down_bias)]
-    if spans.numel() and down.stride() == (1, down.shape[0]):
+    tokens, (d_ff, d_model) = math.prod(x.shape[:-1]), up.shape
+    if path == "twell" and down.stride() == (1, d_model) and takes(x.device, x.dtype, tokens, d_model, d_ff):
         made[3] = x.new_empty(up.shape).t()
     return made
 
 
-def _keep(ctx, path: str, inputs, saved, told) -> None:
-    """Keep inputs and `saved` for the backward pass; `told` are the outputs that have no gradient."""
-    ctx.path = path
-    ctx.mark_non_differentiable(*(t for t in told if t is not None))
+def _keep(ctx, step: _Sparse | _Dense | str, inputs, saved, told) -> None:
+    """Keep inputs and `saved` for the backward pass. step: the path, of the operator. told: outputs of no gradient."""
+    ctx.step = step
+    ctx.mark_non_differentiable(*told)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs, *saved)
 
@@ -420,19 +387,20 @@ def _keep(ctx, path: str, inputs, saved, told) -> None:
 def _gradients(ctx, dy: Tensor | None, dl1: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of all inputs."""
     everything = ctx.saved_tensors  # read only once: under torch.utils.checkpoint a second time would be an error
-    inputs = everything[:7]
+    inputs, step = everything[:7], ctx.step
     dy = torch.zeros_like(inputs[0]) if dy is None else dy  # only l1 was used
     # With create_graph the gradients are themselves differentiated; with batched tensors there are many dy at once.
-    if torch.is_grad_enabled() or any(
-        t is not None and (is_batchedtensor(t) or is_legacy_batchedtensor(t)) for t in (dy, dl1)
-    ):
+    if torch.is_grad_enabled() or _batched(dy) or _batched(dl1):
         return _differentiable_gradients(dy, dl1, inputs)
-    if not watched(dy, dl1, *inputs):
-        return _backward(dy, dl1, *everything, path=ctx.path)
-    dtypes = (torch.int32, *_types(inputs[0], ctx.path))
-    saved = [inputs[0].new_empty(0, dtype=d) if t is None else t for t, d in zip(everything[7:], dtypes)]
-    made = torch.ops.twell_lab.train_backward(dy.contiguous(), dl1, *inputs, *saved, ctx.path)
+    if not isinstance(step, str) and not watched(dy, dl1):
+        return step.backward(dy, dl1, *everything)
+    saved, path = _there(inputs[0], everything[7:]), step if isinstance(step, str) else step.path
+    made = torch.ops.twell_lab.train_backward(dy.contiguous(), dl1, *inputs, *saved, path)
     return tuple(None if t is None else d for t, d in zip(inputs, made))
+
+
+def _batched(t: Tensor | None) -> bool:
+    return t is not None and (is_batchedtensor(t) or is_legacy_batchedtensor(t))
 
 
 def _differentiable_gradients(dy: Tensor, dl1: Tensor | None, inputs) -> tuple[Tensor | None, ...]:
@@ -457,14 +425,14 @@ torch.library.register_autograd(
 
 
 class _Train(torch.autograd.Function):
-    """The operator without torch's dispatcher, which takes the host three times as long: (y, l1, kept, lost)."""
+    """The operator without torch's dispatcher, which takes the host three times as long: (y, l1, facts)."""
 
     @staticmethod
-    def forward(ctx, path, *inputs):
-        y, l1, *saved = _forward(*inputs, path=path)
-        _keep(ctx, path, inputs, saved, (saved[0], saved[-1]))
-        return y, l1, saved[0], saved[-1]
+    def forward(ctx, step, *inputs):
+        y, l1, *saved = step.forward(*inputs)
+        _keep(ctx, step, inputs, saved, saved[:1])
+        return y, l1, saved[0]
 
     @staticmethod
-    def backward(ctx, dy, dl1, *_):
+    def backward(ctx, dy, dl1, _):
         return None, *_gradients(ctx, dy, dl1)
