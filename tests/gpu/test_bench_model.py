@@ -1,8 +1,8 @@
 """Whole models on a GPU: graphs, compiled code, peak memory, the energy of a token, a step of training; and the
 recordings that are made of them, at a small size."""
 
-from dataclasses from collections import Counter
-import replace
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
