@@ -289,34 +289,32 @@ _STEPS = (
 _COMPILED: dict[str, Any] = {"path": lambda path: "compiled" in path, "workload": lambda work: work.startswith(_STEP)}
 steps = _table("training", "milliseconds a step, {where}", _STEPS, **_COMPILED)
 
-_GRAPHS = DENSE + _GRAPH, "planned" + _GRAPH
-_MODEL_READS: dict[str, Any] = {"head": True, "workload": f"{_LARGEST}1 x 2,048 tokens"}
 # What is done, and which rows say how fast a layer is at it, and a whole model: the record's name, what they have in
 # common, which of their times counts, and the paths of dense and planned.
-DONE: dict[str, Any] = {
-    "write a text, `tl.generate`": (
-        ("inference", {"tokens": 1}, "ms", _GRAPHS),
-        ("decoding", {"batch": 1}, "ms", ("tl.generate, dense", "tl.generate, planned")),
-    ),
+_CALLED, _GRAPHS, _COMPILED_TOO = (DENSE, "planned"), (DENSE + _GRAPH, "planned" + _GRAPH), (COMPILED, _CODE)
+_TL, _LOOP = ("tl.generate, dense", "tl.generate, planned"), ("generate, dense", "generate, planned")
+_READ, _READ_64 = ({"head": True, "workload": f"{_LARGEST}{many} x 2,048 tokens"} for many in (1, 64))
+DONE: dict[str, tuple[tuple, tuple]] = {
+    "write a text, `tl.generate`": (("inference", {"tokens": 1}, "ms", _GRAPHS), ("decoding", {"batch": 1}, "ms", _TL)),
     "write 16 texts, `tl.generate`": (
         ("inference", {"tokens": 16}, "ms", _GRAPHS),
-        ("decoding", {"batch": 16}, "ms", ("tl.generate, dense", "tl.generate, planned")),
+        ("decoding", {"batch": 16}, "ms", _TL),
     ),
     "read 2,048 tokens, a CUDA graph": (
         ("inference", {"tokens": 2048}, "ms", _GRAPHS),
-        (RECORD, _MODEL_READS, "wall_ms", _GRAPHS),
+        (RECORD, _READ, "wall_ms", _GRAPHS),
     ),
     "read 64 x 2,048 tokens, plain calls": (
-        ("inference", {"tokens": 131072}, "wall_ms", (DENSE, "planned")),
-        (RECORD, _MODEL_READS | {"workload": f"{_LARGEST}64 x 2,048 tokens"}, "wall_ms", (DENSE, "planned")),
+        ("inference", {"tokens": 131072}, "wall_ms", _CALLED),
+        (RECORD, _READ_64, "wall_ms", _CALLED),
     ),
     "train on 16,384 tokens, compiled": (
-        ("training", {"tokens": MANY}, "ms", (COMPILED, "planned compiled")),
-        ("training", {"workload": f"{_STEP}8 layers"}, "ms", (COMPILED, "planned compiled")),
+        ("training", {"tokens": MANY}, "ms", _COMPILED_TOO),
+        ("training", {"workload": f"{_STEP}8 layers"}, "ms", _COMPILED_TOO),
     ),
     "write a text, plain `generate`": (
-        ("inference", {"tokens": 1}, "wall_ms", (DENSE, "planned")),
-        ("decoding", {"batch": 1}, "ms", ("generate, dense", "generate, planned")),
+        ("inference", {"tokens": 1}, "wall_ms", _CALLED),
+        ("decoding", {"batch": 1}, "ms", _LOOP),
     ),
 }
 
@@ -327,9 +325,8 @@ def beside_layer(recorded: list[Record]) -> tuple[str, dict[str, list[float]]]:
     used, done = [], {}
     for name, both in DONE.items():
         times = []
-        for what, (kind, common, time, paths) in zip(("layer", "model"), both, strict=True):
-            drawn = {**DRAWN, **FIRES_29} if what == "layer" else {}
-            record, rows = rows_of(recorded, kind, **drawn, **common, path=paths.__contains__)
+        for what, (kind, common, time, paths) in zip(({**DRAWN, **FIRES_29}, {}), both, strict=True):
+            record, rows = rows_of(recorded, kind, **what, **common, path=paths.__contains__)
             took = {row["path"]: row[time] for row in rows}
             if record and len(took) == 2:
                 used.append(record)
