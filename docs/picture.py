@@ -27,9 +27,7 @@ def points(recorded: list[records.Record]) -> dict:
     """What is drawn: how many times as fast as torch's own a layer and a whole model are, by what is done; and plain
     calls of a layer with 16,384 tokens, by how many neurons fire. {where: device and days, done, firing: by name}."""
     where, done = tables.beside_layer(recorded)
-    _, rows = tables.calls_of_a_layer(
-        recorded, "inference", lambda row: tables.is_drawn(row) and row["tokens"] == tables.MANY
-    )
+    _, rows = tables.rows_of(recorded, "inference", kind="inference", **tables.MANY_TOKENS)
 
     def curve(path: str) -> list[list[float]]:
         found = [row for row in rows if re.fullmatch(rf"{path}( \d+)?", row["path"])]

@@ -20,11 +20,11 @@ PATHS = ["dense eager", "planned", "forced twell"]
 
 
 @pytest.fixture(scope="module")
-def record():
+def record(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole, "SMALL", TINY)
         patch.setattr("torch.cuda.is_available", lambda: False)
-        return recordings.make("trained", seconds=1000.0)
+        return recordings.make("trained", tmp_path_factory.mktemp("trained"), seconds=1000.0)[0]
 
 
 def test_both_are_trained_alike_but_for_l1(record):

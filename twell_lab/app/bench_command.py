@@ -8,9 +8,10 @@ import os
 from statistics import quantiles
 from typing import TYPE_CHECKING
 
+from .. import records
 from ..core import InputError
 from .inputs import model_and_windows, placed
-from .terminal import Answer, terminated_like_interrupted
+from .terminal import Answer, Ratio, verdict
 
 if TYPE_CHECKING:
     from ..records import Record
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 TURNS = 5  # of both models, before one is called faster: three quarters of fewer are too often on one side by chance
 # What rows of a model may say, dense and sparse, by the heading of the table; its key, and the unit of the table.
 _ALSO = {"peak MiB": ("peak_bytes", 2**20), "mJ/token": ("mj_per_token", 1), "error": ("error", 1), "loss": ("loss", 1)}
-_LOSSY = ("error", "layer_error", "loss")  # of interest where a path is lossy
 _COLUMNS = {"what": "what", "head": "LM head", "how": "run", "unit": "in", "dense": "dense", "sparse": "sparse"}
 _COLUMNS |= {"times": "x dense", "half": "middle half", **{key: key for key in _ALSO}}
 _COLUMNS |= {"layer_error": "a layer's error", "layers": "sparse model's layers"}
@@ -27,17 +27,17 @@ _EXPLAINED = (
     "the sparse rate by the dense one; middle half: what it was from turn to turn, both taking turns, the quarters "
     "above and below left out; peak: beyond what was there before the call; mJ: of the whole GPU; both dense to sparse"
 )
-_EXPLAINED_LOSSY = (
-    "; error: of the results against a float32 run, by its norm; a layer's: of its output against the dense layer's, "
-    "on average; loss: in nats a token"
-)
+_LOSSY = {  # of interest where a path is lossy
+    "error": "of the results against a float32 run, by its norm",
+    "layer_error": "of a layer's output against the dense layer's, on average",
+    "loss": "in nats a token",
+}
 
 
 def layer(options: argparse.Namespace) -> Answer:
     """Time a layer of each size in each dtype."""
     import torch
 
-    from .. import records
     from ..bench import forward
 
     dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else [None]
@@ -69,16 +69,13 @@ def whole_model(options: argparse.Namespace) -> Answer:
         how |= {"device": options.device, "dtype": getattr(torch, options.dtype) if options.dtype else None}
     else:
         if not os.path.isdir(options.model) and "/" not in options.model:
-            raise InputError(
-                f"there is no folder {options.model!r:.200}; accepted: one, a repository's name such as 'owner/name', "
-                f"or a size: {', '.join(NAMES)}"
-            )
+            names = f"a repository's name such as 'owner/name', or a size: {', '.join(NAMES)}"
+            raise InputError(f"there is no folder {options.model!r:.200}; accepted: one, {names}")
         asked = max([*(options.tokens or []), 2048, *(512 * batch for batch in options.batches)])
         model, part, windows, _ = model_and_windows(options, tokens=max(4 * 2048, 2 * asked))
         model.to(*placed(options))
         how["text"], read = windows.flatten(), f"{windows.numel():,} tokens of {part.name}"
-    with terminated_like_interrupted():  # what was measured is told and saved
-        record = bench.model(model, **how)
+    record = bench.model(model, **how)
     saved = [f"bench: saved {record.save(options.out)}"] if options.out is not None else []
     return Answer(record.to_json(), "\n".join([told(record, read), *saved]))
 
@@ -86,13 +83,13 @@ def whole_model(options: argparse.Namespace) -> Answer:
 def told(record: Record, read: str) -> str:
     """Return a record of `twell_lab.bench.model` as text: what was measured, a table, what is missing and why, and what
     it comes to. read: where the tokens came from."""
-    from ..records import table
-
     compared, notes = pairs(record.rows), record.notes
     missing = [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]
     if not compared:
         return "\n".join([*missing, "bench: nothing could be compared"])
     lossy = any("lossy" in (pair["layers"] or "") for pair in compared)
+    columns = {key: head for key, head in _COLUMNS.items() if lossy or key not in _LOSSY}
+    explained = [_EXPLAINED, *(f"{_COLUMNS[key]}: {what}" for key, what in _LOSSY.items() if lossy)]
     first = record.rows[0]
     about, share = first["workload"].partition(",")[0], first["nnz"] / first["d_ff"]
     weights = {row["path"]: row["weight_bytes"] / 2**20 for row in record.rows if "weight_bytes" in row}
@@ -103,10 +100,8 @@ def told(record: Record, read: str) -> str:
         f"{first['nnz']:.3g} of {first['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
         f"{min(first['nnz_layers']):g} to {max(first['nnz_layers']):g}; weights take "
         f"{weights['dense eager']:,.4g} MiB dense, {max(weights.values()):,.4g} with what a path keeps beside them",
-        "",
-        table(compared, {key: head for key, head in _COLUMNS.items() if lossy or key not in _LOSSY}),
-        "",
-        _EXPLAINED + _EXPLAINED_LOSSY * lossy,
+        f"\n{records.table(compared, columns)}\n",
+        "; ".join(explained),
         *missing,
         *([f"bench: no energy: {notes['energy']}"] if "energy" in notes else []),
         f"bench: {conclusion(compared)}",
@@ -119,42 +114,38 @@ def pairs(rows: list[dict]) -> list[dict]:
     way. The model that is planned for graphs is compared as a graph alone."""
     at = {(row["workload"], row["head"], row["path"]): row for row in rows}
     compared = []
-    for (workload, head, name), row in at.items():
-        base, graph, _ = name.partition(" (graph")
-        base, compiled, _ = base.partition(" compiled")
-        dense = at.get((workload, head, f"dense {'compiled' if compiled else 'eager'}{' (graph)' if graph else ''}"))
-        own = base.endswith("for graphs")
-        if base.partition(" ")[0] == "dense" or (own and not graph) or dense is None:
+    for (workload, head, path), row in at.items():
+        name, compiled, _ = path.removesuffix(" (graph)").partition(" compiled")
+        graph, own = path.endswith(" (graph)"), name.endswith("for graphs")
+        base = f"dense {'compiled' if compiled else 'eager'}{' (graph)' * graph}"
+        dense = at.get((workload, head, base))
+        if name.startswith("dense") or (own and not graph) or dense is None:
             continue
         # Dense and sparse took turns: what disturbed one of a turn disturbed the other, too.
         turns = [a / b for a, b in zip(dense["wall_samples"], row["wall_samples"], strict=True)]
         low, _, high = quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else turns * 3
         rate = "tokens_per_s" if "tokens_per_s" in row else "tokens_per_ms"
         what = workload.partition(", ")[2]
-        ways = [*["compiled"] * bool(compiled), *["CUDA graph"] * bool(graph), *["planned for it"] * own]
-        also = {
-            column: f"{dense[key] / unit:.4g} to {row[key] / unit:.4g}"
-            for column, (key, unit) in _ALSO.items()
-            if key in dense and key in row
+        ways = [*["compiled"] * bool(compiled), *["CUDA graph"] * graph, *["planned for it"] * own]
+        pair = {
+            "what": f"forward, {what}" if row["kind"] == "model_forward" else what,
+            "head": "with" if head else "without",
+            "how": ", ".join(ways) or "eager",
+            "unit": rate.replace("_per_", "/"),
+            "dense": dense[rate],
+            "sparse": row[rate],
+            "times": dense["wall_ms"] / row["wall_ms"],  # as the rates are
+            "turns": len(turns),
+            "low": low,
+            "high": high,
+            "half": f"{low:.2f} to {high:.2f}",
+            "layer_error": row.get("layer_error"),
+            "layers": row.get("choice"),
         }
-        compared.append(
-            {
-                "what": f"forward, {what}" if row["kind"] == "model_forward" else what,
-                "head": "with" if head else "without",
-                "how": ", ".join(ways) or "eager",
-                "unit": rate.replace("_per_", "/"),
-                "dense": dense[rate],
-                "sparse": row[rate],
-                "times": dense["wall_ms"] / row["wall_ms"],  # as the rates are
-                "turns": len(turns),
-                "low": low,
-                "high": high,
-                "half": f"{low:.2f} to {high:.2f}",
-                **also,
-                "layer_error": row.get("layer_error"),
-                "layers": row.get("choice"),
-            }
-        )
+        for column, (key, unit) in _ALSO.items():
+            if key in dense and key in row:
+                pair[column] = f"{dense[key] / unit:.4g} to {row[key] / unit:.4g}"
+        compared.append(pair)
     return compared
 
 
@@ -162,17 +153,11 @@ def conclusion(compared: list[dict]) -> str:
     """Return in one sentence what these pairs show. A difference counts where the rates and three quarters of the turns
     show it, and there were as many as TURNS."""
     enough = [pair for pair in compared if pair["turns"] >= TURNS]
-    faster = [pair for pair in enough if min(pair["low"], pair["times"]) > 1]
-    slower = [pair for pair in enough if max(pair["high"], pair["times"]) < 1]
-    parts = []
-    for name, end, some, pick in (("faster", "best", faster, max), ("slower", "worst", slower, min)):
-        if some:
-            pair = pick(some, key=lambda pair: pair["times"])
-            head = " without the LM head" * (pair["head"] == "without")
-            where = f"{pair['times']:.2f} times as fast in {pair['what']}{head}, {pair['how']}"
-            parts.append(f"{name} in {len(some)} (at {end} {where})")
-    if rest := len(enough) - len(faster) - len(slower):
-        parts.append(f"neither faster nor slower in {rest}")
+    ratios = []
+    for pair in enough:
+        what = f"{pair['what']}{' without the LM head' * (pair['head'] == 'without')}, {pair['how']}"
+        ratios.append(Ratio(pair["times"], pair["low"], pair["high"], what))
+    parts = [verdict(ratios)] if ratios else []
     if few := len(compared) - len(enough):
         parts.append(f"not told apart in {few}, which took fewer than {TURNS} turns: give it more --seconds")
     dense = all((pair["layers"] or "").endswith(" dense") and "," not in pair["layers"] for pair in compared)

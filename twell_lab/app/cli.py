@@ -11,23 +11,20 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..core import InputError, TwellError, check_folder, check_target
-from . import terminal, train_command
-from .options import Option, add_fields, option, path, whole
+from ..core import InputError, TwellError
+from . import terminal
+from .options import Option, add_fields, option, path
 
 MODEL = "bench model"  # two words, one command
-_CHECKED: dict[str, Callable[[Path], None]] = {
-    "OUT": check_target,
-    "FOLDER": check_folder,
-}  # what is done to such options before the work
 
 
 class Command:
@@ -76,6 +73,22 @@ def _model(windows: str, also: str = "") -> tuple[Option, ...]:
     return option("model", "MODEL", _SAVED + also), _TEXT, option("--windows", "N", windows, 256)
 
 
+_TRAINING = """\
+examples:
+
+  twell-lab train --text my-texts --l1 1e-3 --out build/mine
+  twell-lab train --resume build/mine
+  twell-lab train --from build/mine --text other-texts --out build/further
+  twell-lab prepare "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" \\
+    --tokenizer bpe:32768 --out texts/edu
+  torchrun --nproc-per-node 2 -m twell_lab train --config 0.5B \\
+    --text texts/edu --dtype bfloat16 --compile --out build/edu
+
+Ctrl-C, SIGTERM and every five minutes save the run; about a tenth of the text
+is held out for validation; metrics.jsonl in --out has a line for every
+--log-every steps. --from takes a model of this project, or a Llama with ReLU of
+transformers. On a GPU, --dtype bfloat16 --compile is several times faster."""
+
 COMMANDS: dict[str, Command] = {
     "doctor": Command("doctor:doctor", "Say what this machine has, what will run where, and what is missing."),
     "tour": Command(
@@ -83,22 +96,20 @@ COMMANDS: dict[str, Command] = {
         "Train with and without L1, profile, pack, time, and write a page.",
         option("--text", "PATH", "a file or folder to train on [the source of Python's standard library]"),
         option("--out", "FOLDER", "where index.html and tour.json go", Path("build/tour")),
-        option("--record-only", None, "write tour.json only; --render draws its page later"),
         option("--quick", None, "a few steps and small layers, to see that all works; its figures say nothing"),
-        option("--no-progress", None, "show none on stderr", action="store_false", dest="progress"),
         option("--render", "TOUR_JSON", "only draw the page of an earlier tour, of any machine", type=path),
     ),
     "train": Command(
-        "train_command:train",
+        "commands:train",
         "Train a small ReLU language model, with an L1 penalty if asked for.",
         option("--out", "DIR", "a new folder, for metrics, a checkpoint for --resume and, at the end, the model"),
         option("--resume", "DIR", "go on with the run saved there; --steps, where and how it computes may change"),
         option("--config", "NAME", "what to start from: 1M to 2B, 'list' shows them; or a file of YAML or JSON"),
         fields=".training.config:TrainConfig",
-        epilog=train_command.EPILOG,
+        epilog=_TRAINING,
     ),
     "prepare": Command(
-        "train_command:prepare",
+        "commands:prepare",
         "Read a text of any length once, encode it, and keep its tokens for training.",
         option("text", "PATH", "a file, a folder of files, or hf:owner/name?bytes=10e9, that much of a dataset"),
         option("--out", "DIR", "a new folder, for twell-lab train --text", required=True),
@@ -112,12 +123,12 @@ COMMANDS: dict[str, Command] = {
         option("--tokens", "N", "how many to add, unless a model of transformers ends its text before", 200),
         option("--temperature", "X", "0 takes the most likely token; above, tokens are drawn [0]", 0.0),
         option("--top-k", "N", "draw from the N most likely tokens alone"),
-        option("--seed", "N", "of the draw [another one each time]", type=whole),
+        option("--seed", "SEED", "of the draw [another one each time]"),
         option("--sparse", None, "plan the layers on this text, swap them, and compare with the dense model"),
         _DEVICE,
     ),
     "profile": Command(
-        "analysis_commands:profile",
+        "model_commands:profile",
         "Count which neurons of a saved model fire on a text.",
         *_model("how many windows", "; or a profile that --out saved"),
         option("--out", "OUT", "save the counts here, as JSON"),
@@ -126,7 +137,7 @@ COMMANDS: dict[str, Command] = {
         option("--plot", "OUT", "draw its layers into a picture: .png, .svg or .pdf; needs kaleido"),
     ),
     "plan": Command(
-        "analysis_commands:plan",
+        "model_commands:plan",
         "Choose a path for every layer of a saved model: dense, TwELL or hot/cold, or what --paths names.",
         *_model(_PLANNED),
         option("--out", "OUT", "save the plan here, as JSON"),
@@ -134,7 +145,7 @@ COMMANDS: dict[str, Command] = {
         option("--all", None, "print every candidate, not only what was chosen"),
     ),
     "thresholds": Command(
-        "analysis_commands:thresholds",
+        "model_commands:thresholds",
         "Choose what a model that was not trained to be sparse may set to zero: lossy.",
         *_model("how many windows to calibrate on, and how many others to measure the loss on"),
         option("--out", "OUT", "save the thresholds here, as JSON"),
@@ -143,7 +154,7 @@ COMMANDS: dict[str, Command] = {
         option("--greedy", None, "give each layer its own sparsity, by measured errors"),
     ),
     "predict": Command(
-        "analysis_commands:predict",
+        "model_commands:predict",
         "Say what a layer should take on a GPU that you do not have.",
         option("gpu", "GPU", 'a GPU of data/gpus.json, such as "RTX 4090"; "list" names all'),
         option("--tokens", "N", "tokens at once", [1, 16, 256, 2048, 16384]),
@@ -151,7 +162,7 @@ COMMANDS: dict[str, Command] = {
         option("--no-gated", None, "a plain layer, without a gate", action="store_false", dest="gated"),
     ),
     "sparsify": Command(
-        "sparsify_command:sparsify",
+        "model_commands:sparsify",
         "Save a model with a plan of its layers beside it.",
         *_model(_PLANNED),
         option("--out", "FOLDER", "a folder without a model", required=True),
@@ -212,7 +223,7 @@ COMMANDS: dict[str, Command] = {
         "Make one of the recordings that the course's figures come from.",
         option("name", "NAME", "without a name, the names are listed", nargs="?"),
         option("--out", "FOLDER", "where the record goes [data/records of a checkout, else the working folder]"),
-        option("--seed", "N", "for attack only: draw other cases", type=whole),
+        option("--seed", "SEED", "for attack only: draw other cases"),
         option("--seconds", "S", "for attack, and recordings of large tables: how long at most"),
         option("--rivals", "FOLDER", "for arena only: files NAME.py with what is timed beside; these are run"),
     ),
@@ -275,6 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Before torch is loaded: its threads sleep while they wait in a tour, which is to time alike everywhere, and in
         # a training on a busy machine, where one that spins takes the core from the one that it waits for.
         busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does: what was measured is saved
         if arguments[:1] == ["tour"] or arguments[:1] == ["train"] and busy:
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     rank = os.environ.get("RANK", "0")
@@ -316,13 +328,9 @@ def _run(arguments: list[str]) -> int:
             terminal.write("")
         raise
     command = COMMANDS[options.command]
-    values = vars(options).values()
-    written, named = [], Counter(os.path.abspath(value) for value in values if isinstance(value, Path))
-    for name, how in command.options:
-        place = getattr(options, how.get("dest", name.lstrip("-").replace("-", "_")))
-        if place is not None and how.get("metavar") in _CHECKED:
-            _CHECKED[how["metavar"]](place)
-            written += [place] * (how["metavar"] == "OUT")
+    named = Counter(os.path.abspath(value) for value in vars(options).values() if isinstance(value, Path))
+    files = [name.lstrip("-") for name, how in command.options if how.get("metavar") == "OUT"]
+    written = [place for name in files if (place := getattr(options, name)) is not None]
     if twice := [place for place in written if named[os.path.abspath(place)] > 1]:
         raise InputError(f"{twice[0]} is named twice; accepted: a file of its own for what is written")
     answer = _named(command.run)(options)

@@ -1,8 +1,9 @@
-"""The commands that need little more than a call: tour, course, submit, record, compile and records. Each imports what
-it needs when it runs."""
+"""The commands that need little more than a call: tour, train, prepare, course, submit, record, compile and records.
+Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import signal
@@ -15,24 +16,22 @@ from tqdm import tqdm
 
 from .. import core, records
 from ..core import InputError, RecordError, StackError, check_folder
-from .terminal import Answer, terminated_like_interrupted
+from .options import given
+from .terminal import Answer
 
 
 def tour(options: Namespace) -> Answer:
+    page = options.out / "index.html"
     if options.render is not None:
         from .page import render_file
 
-        page = render_file(options.render, options.out)
+        render_file(options.render, options.out)
         return Answer({"page": str(page)}, f"tour: the page is {page}")
     from . import tour
 
-    asked = {key: getattr(options, key) for key in ("text", "out", "record_only", "quick", "progress")}
-    record, saved, written = tour.run(**asked)
+    record = tour.run(options.text, options.out, options.quick)
     seconds = sum(record.notes["tour"]["seconds"].values())
-    drawn = f"the page is {written}"
-    later = f"the record is {saved}, and twell-lab tour --render {saved} draws its page"
-    where = drawn if written else later
-    return Answer(record.to_json(), f"{tour.summary(record)}\ntour: done in {seconds:.0f} s; {where}")
+    return Answer(record.to_json(), f"{tour.summary(record)}\ntour: done in {seconds:.0f} s; the page is {page}")
 
 
 def course(options: Namespace) -> Answer:
@@ -90,23 +89,10 @@ def record(options: Namespace) -> Answer:
     for key in asked.keys() - options_of(options.name):
         takers = ", ".join(name for name in names if key in options_of(name))
         raise InputError(f"{options.name} takes no --{key}; accepted: with {takers}")
-    where, saved = options.out or core.new_records_dir(), None
-    check_folder(where)
-
-    def keep(record: records.Record) -> None:
-        nonlocal saved
-        saved = saved or record.free_path(where)
-        core.write_atomically(saved, record.to_json())
-
-    try:
-        with terminated_like_interrupted():  # what was measured is saved (recordings)
-            measured = make(options.name, keep, **asked)
-        keep(measured)
-    except BaseException:
-        if saved is not None:
-            print(f"record: what it has so far is in {saved}", file=sys.stderr)
-        raise
-    return Answer(measured.to_json(), f"{measured}\nrecord: saved {saved}")
+    folder = options.out or core.new_records_dir()
+    check_folder(folder)
+    made, path = make(options.name, folder, **asked)
+    return Answer(made.to_json(), f"{made}\nrecord: saved {path}")
 
 
 def compile_kernels(options: Namespace) -> Answer:
@@ -164,3 +150,50 @@ def _summary(record: records.Record) -> dict:
         "rows": len(record.rows),
         "state": f"{'stale' if records.stale(record) else 'current'}{part}",
     }
+
+
+def train(options: Namespace) -> Answer | None:
+    """Train, save the run, and report the result; under torchrun only the first process reports."""
+    from ..training import checkpoint, presets
+    from ..training.config import TrainConfig
+    from ..training.loop import train
+
+    if options.config == "list":
+        return Answer(presets.rows(), presets.table())
+    asked = given(options, TrainConfig)
+    if options.config is not None:
+        asked = {**presets.of(options.config), **asked}
+    if asked.get("activation") == "relu2" and options.resume is None and asked.get("from_") is None:
+        asked.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
+    if options.checkpoint_every and not (options.out or options.resume):
+        raise InputError(
+            f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, for the checkpoints"
+        )
+    config = checkpoint.config_of(options.resume, **asked) if options.resume else TrainConfig(**asked)
+    result = train(config, out=options.out, resume=options.resume)
+    if int(os.environ.get("RANK", "0")):
+        return None
+    layers = enumerate(zip(result.density, result.dead, strict=True))
+    rows = [{"layer": number, "density": share, "dead neurons": dead} for number, (share, dead) in layers]
+    where = options.out or options.resume
+    return Answer(
+        result.summary(),
+        f"{records.table(rows, {key: key for key in rows[0]})}\n"
+        f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out "
+        f"text, mean nnz {result.mean_nnz:.1f} of {result.config.d_ff}, {result.seconds:.0f} s"
+        + (f"; the model is in {where}" if where else ""),
+    )
+
+
+def prepare(options: Namespace) -> Answer:
+    from ..training.text.prepared import prepare
+
+    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        on_bytes = lambda size: bar.update(size - bar.n)  # noqa: E731
+        text = prepare(options.text, options.out, tokenizer=options.tokenizer, on_bytes=on_bytes)
+    training, validation = (len(part.tokens) for part in text.split())
+    return Answer(
+        {**text.describe(), "training_tokens": training, "validation_tokens": validation},
+        f"prepare: {text.size:,} bytes of {text.name} as {len(text.tokens):,} {text.tokenizer.unit}, {validation:,} "
+        f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them",
+    )

@@ -32,10 +32,9 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class Finding(NamedTuple):
-    """What was found: the topic; "ok", "missing" if something can be installed, or "limited" if it works in part or not
-    at all here; a sentence; and what would mend it, or None."""
+    """What was found: "ok", "missing" if something can be installed, or "limited" if it works in part or not at all
+    here; a sentence; and what would mend it, or None."""
 
-    topic: str
     state: str
     text: str
     command: str | None = None
@@ -43,22 +42,22 @@ class Finding(NamedTuple):
 
 def doctor(options: Namespace) -> Answer:
     findings, lines = examine(), []
-    for finding in findings:
-        lines.append(folded(f"{finding.state:<8} {finding.topic:<19} {finding.text}", " " * 29))
+    for topic, finding in findings.items():
+        lines.append(folded(f"{finding.state:<8} {topic:<19} {finding.text}", " " * 29))
         lines += [f"{'':<26} -> {finding.command}"] if finding.command else []
-    return Answer([finding._asdict() for finding in findings], "\n".join(lines))
+    return Answer([{"topic": topic, **finding._asdict()} for topic, finding in findings.items()], "\n".join(lines))
 
 
-def examine() -> list[Finding]:
-    """Return findings on what this machine has, then on what will run on it. Never raises."""
+def examine() -> dict[str, Finding]:
+    """Return findings on what this machine has, then on what will run on it, by topic. Never raises."""
     facts: dict = {}
-    findings = []
+    findings = {}
     for topic, probe in _PROBES.items():
         try:
             facts = facts or core.describe_machine() | {"usable": core.gpu() is not None}
-            findings.append(Finding(topic, *probe(facts)))
+            findings[topic] = Finding(*probe(facts))
         except Exception as error:  # the doctor is run where things are broken, so any kind of error may come
-            findings.append(Finding(topic, "limited", f"could not be examined ({type(error).__name__}: {error})"))
+            findings[topic] = Finding("limited", f"could not be examined ({type(error).__name__}: {error})")
     return findings
 
 
@@ -92,14 +91,12 @@ def _gpu(facts: dict) -> tuple:
     """Name the GPUs that the driver lists, and say why torch or the kernels cannot use them."""
     if not facts["gpus"]:
         return "limited", "no NVIDIA GPU found; all but running the CUDA kernels works without one"
-    named = "; ".join(
-        f"{gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {gpu['memory_gib']} GiB, driver {gpu['driver']}"
-        for gpu in facts["gpus"]
-    )
-    for gpu in facts["gpus"]:
-        if tuple(map(int, gpu["capability"].split("."))) < compiler.OLDEST:
-            oldest = "sm_{}{}".format(*compiler.OLDEST)
-            return "limited", f"{named}; the kernels need {oldest} or newer, which {gpu['name']} is not"
+    shown = "{name}, sm_{sm}, {memory_gib} GiB, driver {driver}"
+    named = "; ".join(shown.format(**gpu, sm=gpu["capability"].replace(".", "")) for gpu in facts["gpus"])
+    oldest = "{}{}".format(*compiler.OLDEST)
+    old = [gpu["name"] for gpu in facts["gpus"] if tuple(map(int, gpu["capability"].split("."))) < compiler.OLDEST]
+    if old:
+        return "limited", f"{named}; the kernels need sm_{oldest} or newer, which {old[0]} is not"
     if facts["usable"]:
         return "ok", named
     driver, build = core.major(facts["cuda_driver"]), core.major(facts["torch_cuda"])
@@ -137,13 +134,7 @@ def _nvrtc(facts: dict) -> tuple:
         return "ok", f"the CUDA compiler library, {facts['nvrtc']}, for {archs}, with or without a GPU"
     if sys.platform not in ("linux", "win32"):
         return "limited", f"the CUDA compiler library is not made for {sys.platform}"
-    why = ""
-    try:
-        compiler.compiler()
-    except StackError as error:  # cut to one line, because that of CuPy fills a screen
-        lines = (line.strip(" =") for line in str(error.__cause__ or error).splitlines())
-        why = f" ({next(filter(None, lines), type(error).__name__)})"
-    return "missing", f"the CUDA compiler library does not load{why}", _cupy_command(facts)
+    return "missing", "the CUDA compiler library does not load", _cupy_command(facts)
 
 
 def _cache(facts: dict) -> tuple:

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core import InputError, StackError, TwellError
 
-if TYPE_CHECKING:
-    from ..models.tiny import LanguageModel
 
-
-def ours(folder: Path) -> LanguageModel | None:
-    """Return the model of ours in a folder, also one that `twell-lab export` wrote, which is read without transformers;
-    None for a model that they alone can read."""
+def opened(name: str | Path, exported_as_ours: bool = False) -> tuple[Path, Any, bool]:
+    """Return a model's folder, the model on the CPU as `tl.load` gives it, and whether it is one of this project's, as
+    one that `twell-lab export` wrote is where transformers is missing, or where that is asked for."""
     from ..models import published
     from ..models.tiny import LanguageModel
 
-    if not (folder / "config.json").is_file() or "format" in published.configuration(folder):
-        return LanguageModel.load(folder).eval()
-    try:
-        return LanguageModel.load(folder).eval()
-    except TwellError:
-        return None
+    def ours() -> Any:
+        try:
+            return LanguageModel.load(folder).eval()
+        except TwellError:
+            return None
+
+    folder = published.folder_of(name)
+    if (model := ours() if exported_as_ours else None) is None:
+        try:
+            model = published.load(folder)
+        except StackError:
+            if (model := ours()) is None:
+                raise
+    return folder, model, isinstance(model, LanguageModel)
 
 
 def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> tuple[Any, Any, Any, Callable]:
@@ -35,19 +40,12 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> 
     text. A model of transformers reads the text with its own tokenizer, in windows of 512 tokens at most; ours with the
     one that training saved in its folder, or as bytes."""
     from ..models import published
-    from ..models.tiny import LanguageModel
     from ..training.checkpoint import text_of
     from ..training.text.prepared import PreparedText, load_any
     from ..training.text.source import spread_windows
     from ..training.text.tokenizer import tokenizer_of
 
-    folder = published.folder_of(options.model)
-    try:
-        model: Any = published.load(folder)
-    except StackError:
-        if (model := ours(folder)) is None:
-            raise
-    own = isinstance(model, LanguageModel)
+    folder, model, own = opened(options.model)
     text = load_any(options.text, tokenizer=tokenizer_of(folder, model.config.vocabulary) if own else None)
     prepared = isinstance(text, PreparedText)
     seen = options.text is None or prepared or own and text.sha256 == text_of(folder).get("sha256")

@@ -8,10 +8,12 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
+from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ..core import RecordError, check_folder, check_target
 
 LARGEST = 2**63 - 1  # the largest size that torch takes
 # In a docstring: a line that is the title of a section, or a field with its text, whose further lines are indented.
@@ -32,32 +34,41 @@ def path(text: str) -> Path:
     return Path(source(text))
 
 
-def _number(text: str, least: float, most: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= most:
-        raise ArgumentTypeError(f"{text!r:.80} is not a number from {least:g} up to {most:g}")
-    return value
+def _writable(check: Callable[[Path], None]) -> Callable[[str], Path]:
+    def checked(text: str) -> Path:
+        try:
+            check(place := path(text))
+        except RecordError as error:
+            raise ArgumentTypeError(str(error)) from None
+        return place
+
+    return checked
 
 
-def whole(text: str, least: int = 0) -> int:
-    value = int(text) if text.isdecimal() and len(text) < 20 else -1
-    if not least <= value <= LARGEST:
-        raise ArgumentTypeError(f"{text!r:.80} is not a whole number from {least} up to {LARGEST}")
-    return value
+def _number(kind: Callable[[str], float], least: float, most: float) -> Callable[[str], float]:
+    def parsed(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            what = "whole number" if kind is int else "number"
+            raise ArgumentTypeError(f"{text!r:.80} is not a {what} from {least} up to {most}")
+        return value
+
+    return parsed
 
 
-_TYPES = {
-    "N": partial(whole, least=1),
-    "S": partial(_number, least=1e-9, most=3600),  # seconds
-    "X": partial(_number, least=0.0, most=sys.float_info.max),
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "N": _number(int, 1, LARGEST),
+    "SEED": _number(int, 0, LARGEST),
+    "S": _number(float, 1e-9, 3600),  # seconds
+    "X": _number(float, 0.0, sys.float_info.max),
     "PATH": source,
-    **dict.fromkeys(("DIR", "FILE", "MODEL", "FOLDER", "OUT"), path),
+    "OUT": _writable(check_target),  # before the work
+    "FOLDER": _writable(check_folder),
+    **dict.fromkeys(("DIR", "FILE", "MODEL"), path),
 }
-
-
 Option = tuple[str, dict]  # what `add_argument` is given for one option, or one argument
 
 

@@ -19,11 +19,13 @@ from .. import records
 from ..core import RecordError, write_atomically
 from ..plots import decode, layer_names, percentiles, picked, series, share
 from .charts import Axis, Line, chart
+from .terminal import Ratio, said_fast, verdict
 
 # The format of notes["tour"] in a tour's record, without which another version would misread it, and the names of the
 # two trainings there.
 FORMAT, WITHOUT, WITH = 1, "without L1", "with L1"
 
+_ALIKE, _NO_PATH = ("label", "device", "dtype", "tokens", "nnz"), "No sparse path was timed."
 FORMATS = ("dense", "CSR", "ELL", "TwELL")
 _TIMES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 
@@ -67,8 +69,9 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
     fired = [*accumulate(frequency)]
     sizes = sorted({(row["d_model"], row["d_ff"]) for row in large})
     wide = " and ".join(f"{d_model:,} x {d_ff:,}" for d_model, d_ff in sizes) or "no size"
-    plain, cpu = [row for row in own if not _how(row)], record.machine.get("cpu") or "an unnamed CPU"
-    return _PAGES.get_template("page.html.jinja").render(
+    cpu = record.machine.get("cpu") or "an unnamed CPU"
+    functions = see_training, see_speed, see_recorded, draw_training, draw_frequency, draw_speeds, tile_cells, said_fast
+    return _PAGES.get_template("page.html.jinja", globals={made.__name__: made for made in functions}).render(
         record=record,
         tour=tour,
         without=without,
@@ -77,29 +80,17 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
         names=names,
         densities=sorted(densities.items(), key=lambda item: item[1]),
         busiest=busiest,
+        frequency=frequency,
         busy=bisect_left(fired, 0.8 * fired[-1]) + 1 if fired[-1] else 0,  # who do 80% of the firing
-        neurons=len(frequency),
         formats=FORMATS,
         packed=packed,
         bytes={kind: sum(layer["bytes"][kind] for layer in packed) for kind in FORMATS},
-        tile=tile_cells(tour["tile"]),
+        own=[row for row in own if not _how(row)],
+        large=large,
+        beside=beside,
         times=own + large,
-        said_fast=said_fast,
         devices=sorted({cpu if records.is_cpu(row["device"]) else row["device"] for row in record.rows}),
         wide=wide,
-        see={
-            "training": see_training(without, sparse),
-            "own": see_speed(plain),
-            "large": see_speed(large),
-            "recorded": see_recorded(beside),
-        },
-        charts={
-            "training": draw_training(tour["runs"]),
-            "frequency": draw_frequency(busiest, frequency),
-            "own": draw_speeds("The trained model's own layers", plain),
-            "large": draw_speeds(f"A layer of {wide}, weights drawn", large),
-            "recorded": draw_speeds("Recorded: a layer of 2,048 x 5,632, weights drawn", beside),
-        },
     )
 
 
@@ -222,32 +213,19 @@ def see_training(without: dict, sparse: dict) -> str:
 def see_speed(rows: list[dict]) -> str:
     """Return where the sparse layer is faster than the dense one, and where slower; nothing of what lies within the
     spread of the samples."""
-    timed = sorted((row for row in rows if _is_sparse(row)), key=lambda row: row["x_dense"])
-    if not timed:
-        return "No sparse path was timed."
-    sure = [row for row in timed if _apart(row, rows)]
-    said = []
-    if faster := sum(row["x_dense"] > 1 for row in sure):
-        said.append(f"faster at {faster}, at best {sure[-1]['x_dense']:.2f} times as fast ({_at(sure[-1])})")
-    if slower := len(sure) - faster:
-        said.append(f"slower at {slower}, at worst {1 / sure[0]['x_dense']:.2f} times the time ({_at(sure[0])})")
-    if neither := len(timed) - len(sure):
-        said.append(f"neither at {neither}, where the difference lies within the spread of the samples")
-    points = f"{len(timed)} point{'s' * (len(timed) > 1)}"
-    return f"Of {points} the sparse layer was, beside torch's dense one, {'; '.join(said)}."
-
-
-def _apart(row: dict, rows: list[dict]) -> bool:
-    """Return whether a row's time and its dense layer's differ by more than the quartiles of both are from them."""
-    alike = lambda row: ([row.get(key) for key in ("label", "device", "dtype", "tokens", "nnz")], _how(row))  # noqa: E731
-    dense = [other for other in rows if other["path"].startswith("dense eager") and alike(other) == alike(row)]
-    spreads = sum(timed.get("spread") or 0 for timed in [row, *dense[:1]])
-    return abs(row["dense_ms"] - row["ms"]) > spreads / 2
+    ratios = []
+    for row in filter(is_sparse, rows):
+        dense = [other for other in rows if other["path"].startswith("dense eager") and _how(other) == _how(row)]
+        dense = [other for other in dense if all(other.get(key) == row.get(key) for key in _ALIKE)]
+        half = sum(timed.get("spread") or 0 for timed in [row, *dense[:1]]) / 2
+        low, high = ((row["dense_ms"] + change) / row["ms"] for change in (-half, half))
+        ratios.append(Ratio(row["x_dense"], low, high, _at(row)))
+    points = f"{len(ratios)} point{'s' * (len(ratios) > 1)}"
+    return f"Of {points} the sparse layer was, beside torch's dense one, {verdict(ratios)}." if ratios else _NO_PATH
 
 
 def see_recorded(rows: list[dict]) -> str:
-    timed = [row for row in rows if _is_sparse(row)]
-    if not timed:
+    if not (timed := [*filter(is_sparse, rows)]):
         return "No measurement of such a layer on a GPU is recorded with the kernels as they are."
     where = f"{', '.join(sorted({row['device'] for row in timed}))} ({timed[0]['date'][:10]})"
     return f"Recorded on {where}, not here; the layer takes the path that a plan chose. {see_speed(rows)}"
@@ -258,7 +236,7 @@ def _how(row: dict) -> str:
     return row["path"].partition(" (")[2].removesuffix(")")
 
 
-def _is_sparse(row: dict) -> bool:
+def is_sparse(row: dict) -> bool:
     return row.get("x_dense") is not None and not row["path"].startswith("dense") and picked(row["path"])
 
 
@@ -267,16 +245,3 @@ def _at(row: dict) -> str:
     where = f"{row['tokens']:,} token{'s' * (row['tokens'] != 1)} in {row['dtype']}"
     times = f"{row['ms']:.3g} ms, spread {row.get('spread') or 0:.2g}, against {row['dense_ms']:.3g} ms"
     return ", ".join(filter(None, (row.get("label"), where, fire, _how(row)))) + f": {times}"
-
-
-def said_fast(texts: dict) -> str:
-    """Return how fast a model spoke on its planned layers and, where one of them is not dense, beside dense ones.
-
-    texts: tokens_per_s, dense_tokens_per_s, same, layers (rows of a report) and, where known, ratios: of each turn."""
-    speed = f"{texts['tokens_per_s']:,.0f} tokens a second"
-    if all(layer["choice"] == "dense" for layer in texts["layers"]):
-        return f"{speed}; the plan left all layers dense, so there is nothing to compare"
-    same = "the same text" if texts["same"] else "not the same text, since sums differ in their last bits"
-    low, high = (end(texts.get("ratios") or [1.0]) for end in (min, max))
-    turns = f"{low:.2f} to {high:.2f} times as fast from turn to turn" if low < high else "spread unknown"
-    return f"{speed}, {texts['dense_tokens_per_s']:,.0f} with dense layers ({turns}), {same}"

@@ -6,7 +6,6 @@ checks results before it times anything."""
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import json
 import os
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +38,6 @@ SANITIZERS = ("memcheck", "racecheck", "synccheck")
 _NOTHING_RUN = 5  # exit status of pytest where every test was left out, as where plotly is missing
 _AT_ONCE = 8  # processes of GPU tests at the same time: each waits more for compiler and Python than for the GPU
 
-Keep = Callable[[Record], None]
-
 
 class TestsFailed(TwellError, RuntimeError):
     """Tests that a recording runs did not pass, so there is nothing to record."""
@@ -47,55 +45,66 @@ class TestsFailed(TwellError, RuntimeError):
 
 class Recording(NamedTuple):
     """A record in sections, which may be cut short. sections: "module:name" in `bench` of these or of a function that
-    returns them, given a dict that takes what does not run; or such a function. name: of the record. takes: what else
-    the function is given where the command has it as an option."""
+    returns them, given a dict that takes what does not run, and options; or such a function. name: of the record."""
 
     name: str
     purpose: str
     sections: str | Callable[[dict], Sections]
     seconds: float = 180.0  # unless told otherwise
     gpu: bool = True  # whether it needs one
-    takes: tuple[str, ...] = ()
+
+    def content(self) -> Any:
+        """Return the sections, or the function that does."""
+        return _bench(self.sections) if isinstance(self.sections, str) else self.sections
 
 
 def options_of(name: str) -> set[str]:
     """Return the options that a recording takes."""
     recording = RECORDINGS[name]
-    if isinstance(recording, Recording):
-        return {"seconds", *recording.takes}
-    return {*inspect.signature(recording).parameters}
+    run, given = (recording.content(), {"seconds"}) if isinstance(recording, Recording) else (recording, set())
+    return given | {*inspect.signature(run).parameters} if callable(run) else given
 
 
-def make(name: str, keep: Keep = lambda record: None, **options: Any) -> Record:
-    """Make a recording and return its record. keep: is given, after each step of a section, a record of what there is.
+def make(name: str, folder: Path, **options: Any) -> tuple[Record, Path]:
+    """Make a recording, save its record in a folder, and return both: the record and its path. After each step of a
+    section what there is so far is saved there.
 
     Raises DeviceError where it needs a GPU, and StackError where nothing could be measured."""
-    recording = RECORDINGS[name]
+    recording, path = RECORDINGS[name], None
+
+    def save(record: Record) -> Path:
+        nonlocal path
+        path = path or record.free_path(folder)
+        core.write_atomically(path, record.to_json())
+        return path
+
     if not isinstance(recording, Recording):
-        return recording(**options)
+        return (record := recording(**options)), save(record)
     if recording.gpu:
         need_gpu()
-    limit = options.get("seconds", recording.seconds)
-    more: dict[str, Any] = {"refused": {}}  # what did not run, and why
-    sections = recording.sections
+    refused: dict = {}  # what did not run, and why
 
-    def record(rows: list[dict], notes: dict) -> Record:
-        notes = {key: value for key, value in copy.deepcopy(notes | more).items() if value != {}}
+    def record_of(rows: list[dict], notes: dict) -> Record:
+        notes = {key: value for key, value in copy.deepcopy(notes | {"refused": refused}).items() if value != {}}
         return Record.new(recording.name, recording.purpose, [*rows], notes)
 
-    def keep_rows(rows: list[dict], notes: dict) -> None:
+    def save_rows(rows: list[dict], notes: dict) -> None:
         try:
-            keep(record(rows, {"unfinished": "the recording was cut off, or goes on"} | notes))
+            save(record_of(rows, {"unfinished": "the recording was cut off, or goes on"} | notes))
         except RecordError as error:
             print(f"{name}: what there is so far is not kept: {error}", file=sys.stderr, flush=True)
 
-    found = _bench(sections) if isinstance(sections, str) else sections
-    own = {name: options[name] for name in recording.takes if name in options}
-    found = found(more["refused"], **own) if callable(found) else found
-    rows, notes = run(found, limit, keep_rows)
+    limit = options.pop("seconds", recording.seconds)
+    sections = sections(refused, **options) if callable(sections := recording.content()) else sections
+    try:
+        rows, notes = run(sections, limit, save_rows)
+    except BaseException:
+        if path is not None:
+            print(f"record: what it has so far is in {path}", file=sys.stderr)
+        raise
     if not rows:
         raise StackError(f"{name}: nothing was measured: {notes['left_out']}")
-    return record(rows, notes)
+    return (record := record_of(rows, notes)), save(record)
 
 
 def run(
@@ -109,46 +118,45 @@ def run(
     leaves out the rest; without any row it is raised. keep: called after each step with what there is.
     """
     rows: list[dict] = []
-    notes: dict[str, dict] = {"seconds": {}, "left_out": {}}
-    begin, interrupted = time.perf_counter(), ""
+    seconds: dict[str, float] = {}
+    why, done = dict.fromkeys(sections, "cut off"), dict.fromkeys(sections, 0)
+    begin, interrupted = time.perf_counter(), False
 
-    def leave(name: str, done: int, why: str) -> None:
-        count = len(sections[name])
-        notes["left_out"][name] = f"{count - done} of {count} steps: {why}"
+    def notes() -> dict[str, dict]:
+        left = {name: len(steps) - done[name] for name, steps in sections.items() if done[name] < len(steps)}
+        said = {name: f"{count} of {len(sections[name])} steps: {why[name]}" for name, count in left.items()}
+        return {"seconds": {**seconds}, "left_out": said}
 
-    for name in sections:
-        leave(name, 0, "cut off")
     for name, steps in sections.items():
-        start, last, done, why = time.perf_counter(), 0.0, 0, interrupted
-        while not why and done < len(steps):
+        start, last = time.perf_counter(), 0.0
+        for step in steps:
             before = time.perf_counter()
-            if before - begin + last >= limit:
-                why = f"too little is left of {limit:g} s"
+            if interrupted or before - begin + last >= limit:
+                why[name] = "interrupted" if interrupted else f"too little is left of {limit:g} s"
                 break
             try:
-                rows += steps[done]()
-                done += 1
+                rows += step()
+                done[name] += 1
                 last = time.perf_counter() - before
-                print(f"{name}, {done}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
-                leave(name, done, "cut off")
-                keep(rows, notes)
+                print(f"{name}, {done[name]}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
+                keep(rows, notes())
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
-                why = f"{type(error).__name__}: {str(error)[:300]}"
+                why[name] = f"{type(error).__name__}: {str(error)[:300]}"
+                break
             except KeyboardInterrupt:
                 if not rows:
                     raise
-                why = interrupted = "interrupted"
-            with suppress(RuntimeError):  # of a step that broke the GPU's context
-                torch.cuda.empty_cache()
-        if done < len(steps):
-            leave(name, done, why)
-            print(f"{name}: left out {notes['left_out'][name]}", file=sys.stderr, flush=True)
-        else:
-            del notes["left_out"][name]
-        notes["seconds"][name] = round(time.perf_counter() - start, 1)
-    return rows, notes
+                why[name], interrupted = "interrupted", True
+                break
+            finally:
+                with suppress(RuntimeError):  # of a step that broke the GPU's context
+                    torch.cuda.empty_cache()
+        seconds[name] = round(time.perf_counter() - start, 1)
+        if done[name] < len(steps):
+            print(f"{name}: left out {notes()['left_out'][name]}", file=sys.stderr, flush=True)
+    return rows, notes()
 
 
 # ---- tests that are run
@@ -260,51 +268,33 @@ def _cpu(left_out: dict) -> Sections:
     def rows(dtype: torch.dtype, tokens: int) -> list[dict]:
         return forward.ffn(tokens, nnz=0.005 * 5632, dtype=dtype, device="cpu", seconds=5).rows
 
-    return {"cpu": [functools.partial(rows, *size) for size in sizes]}
+    return {"cpu": [partial(rows, *size) for size in sizes]}
 
 
+_CPU: dict = {"gpu": False}
 _SECTIONS = [
     Recording("inference", "each path of a layer beside the dense layer, and versions of kernels", "forward:SECTIONS"),
     Recording("training", "training steps of a layer and of a model, beside the dense layer", "training:SECTIONS"),
     Recording("model-paths", "a whole model on each path beside the dense one", "whole:paths", 570.0),
     Recording("thresholds", "a SiLU model with thresholds beside the model without", "losses:thresholds"),
     Recording("comparison", "products of a matrix with zeros by many methods beside the dense one", "methods:sections"),
-    Recording(
-        "pruning", "a small language model, dense and pruned, and trained on", "losses:pruning", 600.0, gpu=False
-    ),
-    Recording(
-        "trained", "a model trained with L1 and its dense twin: speed, energy, loss", "whole:trained", 570.0, gpu=False
-    ),
-    Recording("profiling", "what it takes to see who fires, beside a plain forward", "whole:PROFILING", gpu=False),
-    Recording("predictors", "decoding with chosen neurons: time beside loss", "losses:predictors", gpu=False),
-    Recording(
-        "experiments", "sparse adapters, dropout as 2:4, training with 2:4", "experiments:sections", 600.0, gpu=False
-    ),
+    Recording("pruning", "a small language model, dense and pruned, and trained on", "losses:pruning", 600.0, **_CPU),
+    Recording("trained", "a model trained with L1 and its dense twin: speed, loss", "whole:trained", 570.0, **_CPU),
+    Recording("profiling", "what it takes to see who fires, beside a plain forward", "whole:PROFILING", **_CPU),
+    Recording("predictors", "decoding with chosen neurons: time beside loss", "losses:predictors", **_CPU),
+    Recording("experiments", "sparse adapters, dropout and training as 2:4", "experiments:sections", 600.0, **_CPU),
     Recording("host-time", "host and wall time of plain calls of one layer", "training:HOST"),
     Recording("decoding", "whole generations, transformers' own loops beside tl.generate", "decoding:sections", 570.0),
     Recording("decoding-8b", "whole generations, thresholds on a SiLU model beside dense", "decoding:eight", 250.0),
-    Recording("arena", "kernels of others beside this project's, one layer", "arena:sections", takes=("rivals",)),
-    Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, gpu=False),
+    Recording("arena", "kernels of others beside this project's, one layer", "arena:sections"),
+    Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, **_CPU),
 ]
-
-
+_SIZE = "a drawn Llama of the paper's {}, dense beside sparse"
+_DENSITY = "sparse formats against a dense product across densities"
 RECORDINGS: dict[str, Recording | Callable[..., Record]] = {
     **{recording.name: recording for recording in _SECTIONS},
-    **{
-        f"bench-{size}": Recording(
-            "bench-model",
-            f"a drawn Llama of the paper's {size}, dense beside sparse",
-            functools.partial(_of_size, size),
-            570.0,
-        )
-        for size in SIZES
-    },
-    "matmul-density": Recording(
-        "density",
-        "sparse formats against a dense product across densities",
-        "comparison:density_sections",
-        gpu=False,
-    ),
+    **{f"bench-{size}": Recording("bench-model", _SIZE.format(size), partial(_of_size, size), 570.0) for size in SIZES},
+    "matmul-density": Recording("density", _DENSITY, "comparison:density_sections", **_CPU),
     "gpu-tests": gpu_tests,
     "two-gpus": two_gpus,
     "sweep": sweep,

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..core import InputError
-from .inputs import ours
-from .page import said_fast
-from .terminal import Answer
+from .inputs import opened
+from .terminal import Answer, said_fast
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
 _ROUNDS = 5  # texts of each model, in turn, where dense and sparse are compared; their medians count
 
 
-class _Words(NamedTuple):
-    """What stands between text and tokens. encode: text to ids [tokens]; decode: the text that tokens say after a
-    prompt's; unit: what a token is called."""
-
-    encode: Callable[[str], Tensor]
-    decode: Callable[[Tensor, Tensor], str]
-    unit: str
-
-
 def sample(options: argparse.Namespace) -> Answer:
     """Continue the prompt; with --sparse by the dense model and the swapped one in turn."""
     import torch
@@ -40,18 +30,18 @@ def sample(options: argparse.Namespace) -> Answer:
     from ..ops.clock import present_device
 
     device = present_device(options.device)
-    model, words = _speaker(options.model)
+    model, encode, decode, unit = _speaker(options.model)
     model = model.to(device).eval().requires_grad_(False)
     if not options.prompt:
         raise InputError("--prompt is empty; accepted: at least one character")
-    prompt, seed = words.encode(options.prompt).long(), options.seed
+    prompt, seed = encode(options.prompt).long(), options.seed
     if seed is None and options.temperature:  # the answer names it, so that the text can be had again
         seed = torch.Generator().seed() % 2**32
     how = {"temperature": options.temperature, "top_k": options.top_k, "seed": seed}
 
     speak(model, prompt, options.tokens if device.type == "cuda" else 1, how)  # what the first call sets up
     said, speed = speak(model, prompt, options.tokens, how)
-    value = {"prompt": options.prompt, "text": words.decode(prompt, said), "tokens": said.tolist()}
+    value = {"prompt": options.prompt, "text": decode(prompt, said), "tokens": said.tolist()}
     value |= {**how, "tokens_per_s": speed}
     fast, lines = f", {speed:,.0f} a second", []
     if options.sparse:
@@ -60,7 +50,7 @@ def sample(options: argparse.Namespace) -> Answer:
         lines = [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
         fast = f"; {said_fast(value)}"
     drawn = f" with seed {seed}" if options.temperature else ""
-    lines.append(f"sample: {len(said):,} {words.unit}{drawn}{fast}")
+    lines.append(f"sample: {len(said):,} {unit}{drawn}{fast}")
     return Answer(value, "\n".join(lines), quoted=f"{options.prompt}{value['text']}\n\n")
 
 
@@ -120,29 +110,29 @@ def export(options: argparse.Namespace) -> Answer:
     return Answer({"folder": str(options.out), "files": names}, f"export: a LlamaForCausalLM in {options.out}")
 
 
-def _speaker(name: Path) -> tuple[nn.Module, _Words]:
-    """Return the model of this name, and its words. One of ours that was exported is read without transformers."""
+def _speaker(name: Path) -> tuple[nn.Module, Callable[[str], Tensor], Callable[[Tensor, Tensor], str], str]:
+    """Return the model of this name; what turns text into ids [tokens]; what returns the text that ids say after those
+    of a prompt; and what a token is called."""
     import torch
 
     from ..models import published
     from ..training.text.tokenizer import tokenizer_of
 
-    folder = published.folder_of(name)
-    if (model := ours(folder)) is not None:
-        own = tokenizer_of(folder, model.config.vocabulary)
-        data = lambda text: torch.tensor([*text.encode("utf-8", "surrogateescape")], dtype=torch.uint8)  # noqa: E731
-        decode = lambda prompt, said: own.decode(said).decode("utf-8", "replace")  # noqa: E731
-        return model, _Words(lambda text: own.encode(data(text)), decode, own.unit)
-    tokenizer = published.tokenizer_of(folder)
+    folder, model, own = opened(name, exported_as_ours=True)
+    tokenizer: Any = tokenizer_of(folder, model.config.vocabulary) if own else published.tokenizer_of(folder)
 
-    def encode_theirs(text: str) -> Tensor:
+    def encode(text: str) -> Tensor:
+        if own:
+            return tokenizer.encode(torch.tensor([*text.encode("utf-8", "surrogateescape")], dtype=torch.uint8))
         if text != text.encode("utf-8", "ignore").decode():
             raise InputError(f"--prompt is {text!r:.80}, which is not UTF-8; accepted: text, by this model's tokenizer")
         return tokenizer(text, return_tensors="pt").input_ids[0]
 
-    def decode_theirs(prompt: Tensor, said: Tensor) -> str:
+    def decode(prompt: Tensor, said: Tensor) -> str:
+        if own:
+            return tokenizer.decode(said).decode("utf-8", "replace")
         # Of a token by itself some tokenizers leave out the space before it.
         before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, [*prompt, *said]))
         return whole.removeprefix(before)
 
-    return published.load(folder), _Words(encode_theirs, decode_theirs, "tokens")
+    return model, encode, decode, tokenizer.unit if own else "tokens"

@@ -1,12 +1,14 @@
-"""The tables of the README and of docs/ that are made of records: each a function from all records, oldest first, to
-Markdown. A table is data for `_table`: a record, a choice of its rows, a heading, and what these rows say, cell by
-cell: the name of a line, that of a column, and a text."""
+"""The tables of the README and of docs/ that are made of records: each takes all records, oldest first, and returns
+Markdown. A table is data for `_table`: a record, a choice of its rows, and cells, which are format strings of a row. A
+row can be asked for what it says and for what follows from that (`_DERIVED`)."""
 
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from contextlib import suppress
+from typing import Any
 
 from ..bench.comparison import TILED, leading
 from ..bench.methods import REMOVED
@@ -16,57 +18,132 @@ from ..records import Record, stale, told
 
 MANY = 16384  # tokens at once in tables that are about one number of them
 LITTLE = 16  # MiB: a table of a whole model shows no peak below that
-Cells = Iterator[tuple[str, str, str]]  # of a line, a column, and what stands there
-Which = Callable[[dict], object]  # which rows
-_HEAVY, _STEP, _PART, _GRAPH = "heavy rows: ", "whole step, ", "part: ", " (graph)"  # how works and paths begin or end
+_HEAVY, _STEP, _GRAPH = "heavy rows: ", "whole step, ", " (graph)"  # how works and paths begin or end
+_LARGEST = f"{model_name(SIZES[-1])}, "
+# A line, a column, and what stands there, as format strings of a row; and which rows say it: of a path, or `Row.of`.
+Cell = tuple[str, str, str] | tuple[str, str, str, str | dict[str, Any]]
 
 
-# ---- which rows, and how they are laid out ----
+class Row(dict):
+    """A row of a record, with what follows from it: `row["walls"]` is computed. beside: the rows that it is compared
+    with, and itself."""
+
+    beside: list[Row]
+
+    def __missing__(self, key: str) -> Any:
+        return _DERIVED[key](self)
+
+    def of(self, **where: Any) -> bool:
+        """Return whether the row has these values, or meets these conditions; not where it lacks one."""
+        try:
+            return all(one(self[key]) if callable(one) else self[key] == one for key, one in where.items())
+        except (LookupError, TypeError):
+            return False
+
+    def other(self, **where: Any) -> Row:
+        """Return the first row beside this one that has these values."""
+        return next((row for row in self.beside if row.of(**where)), Row())
 
 
-def rows_of(recorded: list[Record], name: str, which: Which) -> tuple[Record | None, list[dict]]:
-    """Return the newest record of that name with such rows, and these rows; (None, []) where there is none."""
+def _way(row: Row) -> str:
+    """Return how a whole model ran: the column of its table."""
+    path = row["path"].removesuffix(_GRAPH).partition(" compiled")[0]
+    way = {DENSE: "dense", "dense": "dense", "planned for graphs": "planned", "forced twell": "every layer on TwELL"}
+    way = way.get(path, path)
+    return way if row["about"] != TWIN else TWIN if way == "dense" else f"{TWIN}, {way}"
+
+
+def _call(row: Row) -> str:
+    """Return what a whole model did and how it was called."""
+    ways = ", compiled" * (" compiled" in row["path"]) + ", as a CUDA graph" * row["graph"]
+    return row["work"] + ways + ", without the LM head" * (not row.get("head", True))
+
+
+def _faster(row: Row) -> str:
+    dense = row.other(way="dense")
+    return f", {dense['wall_ms'] / row['wall_ms']:.2f}x" if dense and dense is not row else ""
+
+
+# What follows from a row, by name; KeyError where it lacks something.
+_DERIVED: dict[str, Callable[[Row], Any]] = {
+    # How many times as fast as the dense layer it is, by the device's time and by the wall's.
+    "x": lambda row: row["dense_ms"] / row["ms"],
+    "walls": lambda row: row["dense_wall_ms"] / row["wall_ms"],
+    "compiled x": lambda row: row.other(path=COMPILED)["ms"] / row["ms"],
+    "compiled walls": lambda row: row.other(path=COMPILED)["wall_ms"] / row["wall_ms"],
+    "at once": lambda row: f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}",
+    "graph": lambda row: row["path"].endswith(_GRAPH),
+    "part": lambda row: row["path"].startswith("part: "),
+    "name": lambda row: re.sub(r"^(part|lossy|twell-lab): |^thresholds, |\bforced | \(graph\)$", "", row["path"]),
+    "numberless": lambda row: re.sub(r" \d+$", "", row["path"]),
+    "takes": lambda row: {"twell": "TwELL", "hot_cold": "hot/cold"}.get(way := row["choice"].split()[0], way),
+    "hot": lambda row: row["path"].split()[-1],
+    "us": lambda row: 1e3 * row["ms"],
+    "about": lambda row: row["workload"].split(", ")[0],
+    "work": lambda row: row["workload"].split(", ", 1)[1],
+    "before": lambda row: row["workload"].partition("decode step")[0],
+    "step": lambda row: row["workload"].removeprefix(_STEP),
+    "MiB": lambda row: row["peak_bytes"] / 2**20,
+    "large": lambda row: row.other(way="dense")["MiB"] > LITTLE,
+    "way": _way,
+    "call": _call,
+    "faster": _faster,
+    "latest": lambda row: row is [other for other in row.beside if other["way"] == row["way"]][-1],
+    "forwards": lambda row: [other for other in row.beside if other.of(kind="model_forward", graph=False)],
+    "first": lambda row: row is row["forwards"][0],
+    "last": lambda row: row is row["forwards"][-1],
+    "run": lambda row: TWIN if row["path"].startswith(TWIN) else "with L1",
+    "zeros": lambda row: 1 - row["density"],
+    "of": lambda row: f"{row.get('layers', 1)} layer{'s' * (row.get('layers', 1) > 1)}",
+    "real share": lambda row: row["real"] / row["tokens"],
+    "excused": lambda row: sum(row[key] for key in row if key in ("excused_rows", "overflowed_rows", "rounded_rows")),
+}
+
+
+class _Texts(string.Formatter):
+    """Formats with two more ways: "~" writes three digits of a number, "~%" two of a percentage."""
+
+    def format_field(self, value: Any, how: str) -> str:
+        if how == "~":
+            how = ",.0f" if value >= 100 else ".3g"
+        return f"{100 * value:.2g}%" if how == "~%" else super().format_field(value, how)
+
+
+_text = _Texts().vformat
+
+
+def rows_of(recorded: list[Record], name: str, **where: Any) -> tuple[Record | None, list[Row]]:
+    """Return the newest record of that name with such rows (`Row.of`), and these rows; (None, []) where there is
+    none."""
     for record in reversed(told(recorded, name)):
-        if rows := [row for row in record.rows if which(row)]:
+        if rows := [row for row in map(Row, record.rows) if row.of(**where)]:
             return record, rows
     return None, []
 
 
-def calls_of_a_layer(recorded: list[Record], name: str, which: Which) -> tuple[Record | None, list]:
-    """`rows_of` such rows among plain calls of a gated layer of 2,048 x 5,632."""
-    layer = {"kind": name, "gated": True, "d_model": 2048, "d_ff": 5632}
-
-    def is_call(row: dict) -> object:
-        return layer.items() <= row.items() and "wall_ms" in row and _GRAPH not in row["path"] and which(row)
-
-    return rows_of(recorded, name, is_call)
-
-
-def is_drawn(row: dict) -> bool:
-    """Return whether each neuron of the workload fires by itself, some far more often than others."""
-    return row["workload"] == "independent, lognormal"
-
-
-def _fires_29(row: dict) -> bool:
-    return is_drawn(row) and 25 < row["nnz"] < 33
-
-
-def _at_once(row: dict) -> bool:
-    return is_drawn(row) and row["tokens"] == MANY
-
-
-def _of(*kinds: str) -> Which:
-    return lambda row: row.get("kind") in kinds
-
-
-def _table(name: str, which: Which, head: str, cells: Callable[[list[dict]], Cells], find: Callable = rows_of):
-    """Return the table of the newest record of this name with such rows. head: with "{where}"."""
+def _table(name: str, head: str, cells: Iterable[Cell], by: str = "", **where: Any) -> Callable[[list[Record]], str]:
+    """Return the table of the newest record of this name with rows of these values. head: with "{where}"; by: which
+    rows are a group, that is, are beside each other; the `cells` of a group stand after those of another."""
 
     def table(recorded: list[Record]) -> str:
-        record, rows = find(recorded, name, which)
-        return _grid(head.format(where=_where(rows[0].get("device"), record)), cells(rows)) if record else _grid("", ())
+        record, rows = rows_of(recorded, name, **where)
+        return _grid(head.format(where=_where(rows[0], record)), _filled(rows, cells, by)) if record else _grid("", ())
 
     return table
+
+
+def _filled(rows: list[Row], cells: Iterable[Cell], by: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the line, the column and the text of each cell that a row has; by: as of `_table`."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        row.beside = groups.setdefault(_text(by, (), row), [])
+        row.beside.append(row)
+    for group in groups.values():
+        for line, column, text, *which in cells:
+            for row in group:
+                with suppress(KeyError, TypeError):  # of a row that does not say that, or says None
+                    if all(row.of(**({"path": one} if isinstance(one, str) else one)) for one in which):
+                        yield _text(line, (), row), _text(column, (), row), _text(text, (), row)
 
 
 def _grid(head: str, cells: Iterable[tuple[str, str, str]]) -> str:
@@ -85,258 +162,160 @@ def _grid(head: str, cells: Iterable[tuple[str, str, str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (table[0], ["---"] * len(table[0]), *table[1:]))
 
 
-def _each(line: Callable[[dict], str], cells: Callable[[dict], dict[str, str]]) -> Callable[[list[dict]], Cells]:
-    """Return the cells of rows each of which says, in its line, the texts of some columns."""
-    return lambda rows: ((line(row), *cell) for row in rows for cell in cells(row).items())
-
-
-def _lines(column: Callable[[dict], str], lines: Iterable[tuple[str, str, Callable[[dict, dict], str]]]):
-    """Return the cells of lines: the name of each, the path of its rows, and what a cell says of a row, given all rows
-    of its column by path."""
-
-    def cells(rows: list[dict]) -> Cells:
-        columns: dict[str, dict[str, dict]] = {}
-        for row in rows:
-            columns.setdefault(column(row), {})[re.sub(r" \d+$", "", row["path"])] = row
-        for name, path, cell in lines:
-            yield from ((name, text, cell(at[path], at)) for text, at in columns.items() if path in at)
-
-    return cells
-
-
-# ---- what cells say ----
-
-
-def _where(device: str | None, record: Record) -> str:
-    """Return device, or the machine's, and day, and whether the code has changed since."""
-    device = device or (record.machine.get("gpus") or [{"name": "a CPU"}])[0]["name"]
+def _where(row: dict, record: Record) -> str:
+    """Return the device, or the machine's, and day, and whether the code has changed since."""
+    device = row.get("device") or (record.machine.get("gpus") or [{"name": "a CPU"}])[0]["name"]
     return f"{device}, {record.date[:10]}" + "; stale: code has changed since" * stale(record)
-
-
-def _tokens(row: dict) -> str:
-    return f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
-
-
-def _nnz(row: dict) -> str:
-    return f"{row['nnz']:.0f}"
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _peak(row: dict, beside: dict | None = None) -> str:
-    return f"{row['peak_bytes'] / 2**20:,.0f}"
-
-
-def _times(row: dict, beside: dict | None = None, dense: str = "") -> str:
-    """Return how many times as fast as the dense layer, by the device's time and, in brackets, by the wall's. beside,
-    dense: rows by path, and another dense layer among them."""
-    other = beside[dense] if beside and dense else {"ms": row["dense_ms"], "wall_ms": row["dense_wall_ms"]}
-    return f"{other['ms'] / row['ms']:.2f} ({other['wall_ms'] / row['wall_ms']:.2f})"
-
-
-def _walls(row: dict) -> str:
-    """Return how many times as fast as the dense layer, by the wall time."""
-    return f"{row['dense_wall_ms'] / row['wall_ms']:.2f}"
-
-
-def _wall(row: dict, beside: dict) -> str:
-    return _ms(row["wall_ms"])
-
-
-def _path(row: dict, beside: dict) -> str:
-    choice = row["choice"].split()[0]
-    return {"twell": "TwELL", "hot_cold": "hot/cold"}.get(choice, choice)
-
-
-def _over(*dense: str) -> Callable[[dict, dict], str]:
-    """Return what says how many times as fast a row is as the fastest of these, by the wall time."""
-    return lambda row, at: f"{min(at[path]['wall_ms'] for path in dense if path in at) / row['wall_ms']:.2f}"
 
 
 # ---- a layer ----
 
-# Of plain calls of a planned layer of whose 5,632 neurons 29 fire.
-_CALL = partial(_table, "inference", _fires_29, find=calls_of_a_layer)
-_WALLS = (
-    ("torch's dense layer", DENSE, _wall),
-    ("planned", "planned", _wall),
-    ("it takes", "planned", _path),
-    ("times as fast", "planned", _over(DENSE)),
-    ("times as fast, both under torch.compile", "planned compiled", _over(COMPILED)),
+SHAPE = {"gated": True, "d_model": 2048, "d_ff": 5632}
+DRAWN = SHAPE | {"workload": "independent, lognormal"}  # each neuron fires by itself, some far more often than others
+PLAIN = {"graph": False, "wall_ms": bool}  # plain calls
+FIRES_29 = {"nnz": lambda nnz: 25 < nnz < 33}
+_BOTH, _BESIDE = "{x:.2f} ({walls:.2f})", "times as fast as dense, {where}"
+_MS, _FIRING = "milliseconds, {where}", "neurons firing for a token, mean; {where}"
+_HOT, _CODE = {"numberless": "forced hot_cold"}, "planned compiled"
+_SPARSE: dict[str, Any] = {"path": lambda path: not path.startswith(DENSE)}
+
+_CALLS = (
+    ("torch's dense layer", "{at once}", "{wall_ms:~}", DENSE),
+    ("planned", "{at once}", "{wall_ms:~}", "planned"),
+    ("it takes", "{at once}", "{takes}", "planned"),
+    ("times as fast", "{at once}", "{walls:.2f}", "planned"),
+    ("times as fast, both under torch.compile", "{at once}", "{compiled walls:.2f}", _CODE),
 )
-calls = _CALL("milliseconds a call, {where}", _lines(_tokens, _WALLS))
-
-
-_HOT = "forced hot_cold"
+calls = _table(
+    "inference", "milliseconds a call, {where}", _CALLS, "{tokens}", kind="inference", **DRAWN | PLAIN | FIRES_29
+)
 _LAYER = (
-    ("TwELL", "forced twell", _times),
-    ("hot/cold: the neurons that fire most densely, the others packed", _HOT, _times),
-    ("dense, with gate and up in one product", "forced dense", _times),
-    ("dense, under torch.compile", COMPILED, _times),
-    ("of 5,632 neurons, those that hot/cold computes densely", _HOT, lambda row, at: row["path"].split()[-1]),
+    ("TwELL", "{nnz:.0f}", _BOTH, "forced twell"),
+    ("hot/cold: the neurons that fire most densely, the others packed", "{nnz:.0f}", _BOTH, _HOT),
+    ("dense, with gate and up in one product", "{nnz:.0f}", _BOTH, "forced dense"),
+    ("dense, under torch.compile", "{nnz:.0f}", _BOTH, COMPILED),
+    ("of 5,632 neurons, those that hot/cold computes densely", "{nnz:.0f}", "{hot}", _HOT),
 )
 _TRAINING = (
-    ("it takes", "planned", _path),
-    ("times as fast as torch's layer", "planned", _times),
-    ("both under torch.compile", "planned compiled", partial(_times, dense=COMPILED)),
-    ("its peak memory beyond inputs and weights, MiB", "planned", _peak),
-    ("torch's peak memory beyond inputs and weights, MiB", DENSE, _peak),
-    ("torch's compiled peak memory beyond inputs and weights, MiB", COMPILED, _peak),
+    ("it takes", "{nnz:.0f}", "{takes}", "planned"),
+    ("times as fast as torch's layer", "{nnz:.0f}", _BOTH, "planned"),
+    ("both under torch.compile", "{nnz:.0f}", "{compiled x:.2f} ({compiled walls:.2f})", _CODE),
+    ("its peak memory beyond inputs and weights, MiB", "{nnz:.0f}", "{MiB:,.0f}", "planned"),
+    ("torch's peak memory beyond inputs and weights, MiB", "{nnz:.0f}", "{MiB:,.0f}", DENSE),
+    ("torch's compiled peak memory beyond inputs and weights, MiB", "{nnz:.0f}", "{MiB:,.0f}", COMPILED),
 )
-_FIRING = "neurons firing for a token, mean; {where}"
-layer = _table("inference", _at_once, _FIRING, _lines(_nnz, _LAYER), calls_of_a_layer)
-training = _table("training", _at_once, _FIRING, _lines(_nnz, _TRAINING), calls_of_a_layer)
+MANY_TOKENS: dict[str, Any] = DRAWN | PLAIN | {"tokens": MANY}
+layer = _table("inference", _FIRING, _LAYER, "{nnz:.0f}", kind="inference", **MANY_TOKENS)
+training = _table("training", _FIRING, _TRAINING, "{nnz:.0f}", kind="training", **MANY_TOKENS)
+_HOST = (
+    ("{workload}: torch's dense layer", "{at once}", "{wall_ms:~}", DENSE),
+    ("{workload}: TwELL", "{at once}", "{wall_ms:~}", "twell"),
+    ("{workload}: TwELL, until the call returns", "{at once}", "{ms:~}", "twell"),
+    ("{workload}: times as fast", "{at once}", "{walls:.2f}", "twell"),
+)
+host = _table("host-time", _MS, _HOST, "{workload}", kind="host")
+_OPERANDS = [("{workload}: {path}", "{at once}", "{ms:~}")]
+operands = _table("experiments", _MS, _OPERANDS, kind=("dropout", "two_four_training").__contains__)
 
 
 def heavy(recorded: list[Record]) -> str:
     """Of the newest records that have it: how much longer the TwELL path takes, forward and in training, if for some of
     16,384 tokens 1,500 neurons fire, or all."""
-
-    def cells() -> Cells:
-        for name, says in (("inference", "forward"), ("training", "training step")):
-            record, _ = calls_of_a_layer(recorded, name, lambda row: row["workload"] == f"{_HEAVY}512")
-            if record is None:
-                continue
-            rows = [row for row in record.rows if row["path"] == "forced twell"]
-            light = {row["workload"]: row["ms"] for row in rows}.get(f"{_HEAVY}0")
-            for row in rows:
-                count, _, every = row["workload"].removeprefix(_HEAVY).partition(", ")
-                if row["workload"].startswith(_HEAVY) and count != "0":
-                    line = f"{says}, {'all 5,632' if every else '1,500 neurons'}; {_where(row['device'], record)}"
-                    yield line, _tokens({"tokens": int(count)}), f"{row['ms'] / light - 1:+.0%}"
-
-    return _grid("longer by", cells())
+    cells = []
+    for name, says in (("inference", "forward"), ("training", "training step")):
+        which = {"kind": name, "path": "forced twell", "workload": lambda work: work.startswith(_HEAVY)}
+        record, rows = rows_of([one for one in recorded if _has_many_heavy(one)], name, **SHAPE | which)
+        light = next((row["ms"] for row in rows if row["workload"] == f"{_HEAVY}0"), None)
+        for row in rows:
+            count, _, every = row["workload"].removeprefix(_HEAVY).partition(", ")
+            if record and light and count != "0":
+                line = f"{says}, {'all 5,632' if every else '1,500 neurons'}; {_where(row, record)}"
+                cells.append((line, Row(tokens=int(count))["at once"], f"{row['ms'] / light - 1:+.0%}"))
+    return _grid("longer by", cells)
 
 
-def _host(rows: list[dict]) -> Cells:
-    for row in rows:
-        work, tokens = row["workload"], _tokens(row)
-        if row["path"] == DENSE:
-            yield f"{work}: torch's dense layer", tokens, _ms(row["wall_ms"])
-        elif row["path"] == "twell":
-            yield f"{work}: TwELL", tokens, _ms(row["wall_ms"])
-            yield f"{work}: TwELL, until the call returns", tokens, _ms(row["ms"])
-            yield f"{work}: times as fast", tokens, _walls(row)
-
-
-_MS = "milliseconds, {where}"
-_operands = _each(lambda row: f"{row['workload']}: {row['path']}", lambda row: {_tokens(row): _ms(row["ms"])})
-host = _table("host-time", _of("host"), _MS, _host)
-operands = _table("experiments", _of("dropout", "two_four_training"), _MS, _operands)
+def _has_many_heavy(record: Record) -> bool:
+    return any(row.get("workload") == f"{_HEAVY}512" for row in record.rows)
 
 
 # ---- whole models ----
 
-
-def _whole(rows: list[dict]) -> Cells:
-    """Of each call of a model, plain, compiled or as a CUDA graph, and each way to run it: its wall time, the distance
-    between the quartiles of its samples, and how many times as fast as the dense model that is; then energy, peak
-    memory and loss, where the call has them."""
-    columns = {DENSE: "dense", "planned for graphs": "planned", "forced twell": "every layer on TwELL"}
-    calls: dict[str, dict[str, dict]] = {}
-    for row in rows:
-        about, work = row["workload"].split(", ", 1)
-        path, graph, _ = row["path"].partition(_GRAPH)
-        path, compiled, _ = path.partition(" compiled")
-        if path == "planned for graphs" and not graph and not compiled:
-            continue  # as what it was planned for, alone
-        column = columns.get(path, path)
-        if about == TWIN:
-            column = TWIN if column == "dense" else f"{TWIN}, {column}"
-        call = work + ", compiled" * bool(compiled) + ", as a CUDA graph" * bool(graph)
-        calls.setdefault(call + ", without the LM head" * (not row.get("head", True)), {})[column] = row
-    for call, ways in calls.items():
-        dense = ways.get("dense", {})
-        for column, row in ways.items():
-            times = f", {dense['wall_ms'] / row['wall_ms']:.2f}x" if dense and row is not dense else ""
-            yield call, column, f"{_ms(row['wall_ms'])} ({_ms(row['wall_spread'])}){times}"
-        for column, row in ways.items():
-            if "mj_per_token" in row:
-                yield f"{call}: mJ a token", column, _ms(row["mj_per_token"])
-            if dense.get("peak_bytes", 0) > LITTLE * 2**20:
-                yield f"{call}: peak MiB", column, _peak(row)
-            if "loss" in row and row["kind"] == "model_forward" and not call.endswith("graph"):
-                yield f"{call}: loss, nats", column, f"{row['loss']:.4f}"
-
-
-_LARGEST = f"{model_name(SIZES[-1])}, "
-_MODEL_KINDS = _of("model_forward", "model_decode", "model_training")
-model = _table(RECORD, lambda row: row.get("workload", "").startswith(_LARGEST) and "wall_ms" in row, _MS, _whole)
-trained_speed = _table("trained", _MODEL_KINDS, _MS, _whole)
-
-
-def _model_paths(rows: list[dict]) -> Cells:
-    """Yield of each model and path how many times as fast as the dense model it is, in brackets as a CUDA graph; how
-    far the results of the first forward and of its layers are off; and the loss of the last, with most tokens."""
-    ends: dict[tuple[str, str], str] = {}
-    for row in rows:
-        about, work = row["workload"].split(", ", 1)
-        path, graph, _ = row["path"].partition(_GRAPH)
-        line = f"{about}: {path.removeprefix('forced ')}"
-        yield line, work, _walls(row)
-        if row["kind"] == "model_forward" and not graph:
-            for column, key in (("error", "error"), ("of a layer", "layer_error")):
-                if key in row:
-                    ends.setdefault((line, column), f"{100 * row[key]:.2g}%")
-            if "loss" in row:
-                ends[line, "loss"] = f"{row['loss']:.4f}"
-    yield from ((*place, text) for place, text in ends.items())
-
-
-model_paths = _table("model-paths", _MODEL_KINDS, "times as fast as dense, {where}", _model_paths)
-_generation = _each(
-    lambda row: f"{row['path']}, batch {row['batch']}",
-    lambda row: {
-        "tokens a second": f"{row['tokens_per_s']:,.0f}"
-        + (f", {row['x_dense']:.2f}x" if row["x_dense"] not in (None, 1.0) else ""),
-        "ms to the first token": _ms(row["first_ms"]),
-        "peak MiB beyond the weights": _peak(row) if "peak_bytes" in row else "",
-    },
+_LATEST = {"latest": True}
+_WHOLE = (
+    ("{call}", "{way}", "{wall_ms:~} ({wall_spread:~}){faster}", _LATEST),
+    ("{call}: mJ a token", "{way}", "{mj_per_token:~}", _LATEST),
+    ("{call}: peak MiB", "{way}", "{MiB:,.0f}", {"large": True}),
+    ("{call}: loss, nats", "{way}", "{loss:.4f}", {"kind": "model_forward", "graph": False}),
 )
-generations = _table("decoding", _of("decoding"), "whole generations, {where}", _generation)
-large_generations = _table("decoding-8b", _of("decoding"), "an 8B shape with SiLU, {where}", _generation)
-
-
-def _arena(rows: list[dict]) -> Cells:
-    """Yield of each contender and layer the us that a layer takes in plain calls, in brackets in a CUDA graph."""
-    for row in rows:
-        path, layer = row["path"].removesuffix(_GRAPH), row["workload"].split(" layers, ", 1)[1]
-        yield path.removeprefix("twell-lab: "), layer, f"{1e3 * row['ms']:.1f}"
-
-
-arena = _table("arena", _of("arena"), "us a layer, {where}", _arena)
-
-
-def _layer(tokens: int, paths: tuple[str, str], time: str = "ms", kind: str = "inference") -> tuple:
-    drawn = {"workload": "independent, lognormal", "gated": True, "d_model": 2048, "d_ff": 5632}
-    return kind, drawn | {"tokens": tokens}, paths, time
-
-
-def _model(tokens: str, paths: tuple[str, str]) -> tuple:
-    return RECORD, {"head": True, "workload": f"{_LARGEST}{tokens} tokens"}, paths, "wall_ms"
-
-
-def _loop(batch: int, name: str = "tl.generate") -> tuple:
-    return "decoding", {"batch": batch}, (f"{name}, dense", f"{name}, planned"), "ms"
-
-
-_PLAIN, _GRAPHS, _CODE = (
-    (dense, f"planned{way}") for dense, way in ((DENSE, ""), (DENSE + _GRAPH, _GRAPH), (COMPILED, " compiled"))
+_MODEL: dict[str, Any] = {"kind": ("model_forward", "model_decode", "model_training").__contains__}
+# The model that was planned for graphs counts as a graph alone, and there in the place of the one that was not.
+_RUN: dict[str, Any] = {"wall_ms": bool, "path": lambda path: path != "planned for graphs"}
+model = _table(RECORD, _MS, _WHOLE, "{call}", workload=lambda work: work.startswith(_LARGEST), **_RUN)
+trained_speed = _table("trained", _MS, _WHOLE, "{call}", **_MODEL, **_RUN)
+_PATHS = (
+    ("{about}: {name}", "{work}", "{walls:.2f}"),  # in brackets as a CUDA graph
+    ("{about}: {name}", "error", "{error:~%}", {"first": True}),
+    ("{about}: {name}", "loss", "{loss:.4f}", {"last": True}),  # with most tokens
+    ("{about}: {name}", "of a layer", "{layer_error:~%}", {"first": True}),
 )
-# What is done, and which rows say how fast a layer is at it, and a whole model: the record's name, what they have in
-# common, the paths of dense and planned, and which of their times counts.
-DONE = {
-    "write a text, `tl.generate`": (_layer(1, _GRAPHS), _loop(1)),
-    "write 16 texts, `tl.generate`": (_layer(16, _GRAPHS), _loop(16)),
-    "read 2,048 tokens, a CUDA graph": (_layer(2048, _GRAPHS), _model("1 x 2,048", _GRAPHS)),
-    "read 64 x 2,048 tokens, plain calls": (_layer(131072, _PLAIN, "wall_ms"), _model("64 x 2,048", _PLAIN)),
-    "train on 16,384 tokens, compiled": (
-        _layer(MANY, _CODE, kind="training"),
-        ("training", {"workload": f"{_STEP}8 layers"}, _CODE, "ms"),
+model_paths = _table("model-paths", _BESIDE, _PATHS, "{about}: {name}", **_MODEL)
+_GENERATION = (
+    ("{path}, batch {batch}", "tokens a second", "{tokens_per_s:,.0f}", {"x_dense": (None, 1.0).__contains__}),
+    ("{path}, batch {batch}", "tokens a second", "{tokens_per_s:,.0f}, {x_dense:.2f}x", {"x_dense": lambda x: x != 1}),
+    ("{path}, batch {batch}", "ms to the first token", "{first_ms:~}"),
+    ("{path}, batch {batch}", "peak MiB beyond the weights", "{MiB:,.0f}"),
+)
+_LOOPS: dict[str, Any] = {"kind": "decoding", "by": "{path}, batch {batch}"}
+generations = _table("decoding", "whole generations, {where}", _GENERATION, **_LOOPS)
+large_generations = _table("decoding-8b", "an 8B shape with SiLU, {where}", _GENERATION, **_LOOPS)
+_TRAINED = (
+    ("steps of {tokens:,} tokens", "{run}", "{steps:,}"),
+    ("milliseconds a step, at the end", "{run}", "{ms:~}"),
+    ("seconds, all in all", "{run}", "{total_seconds:,.0f}"),
+    ("neurons firing for a token", "{run}", "{mean_nnz:.3g} of {d_ff:,}"),
+    ("moved over the last fifth by", "{run}", "{nnz_moved:+.1%}"),
+    ("bits a byte of held-out text", "{run}", "{validation_bits_per_byte:.4f}"),
+)
+trained = _table("trained", "{where}", _TRAINED, kind=RUN)
+_STEPS = (
+    ("{step}, {d_model} wide, {nnz:.0f} neurons firing", "{path}", "{ms:~}", COMPILED),
+    (
+        "{step}, {d_model} wide, {nnz:.0f} neurons firing",
+        "{path}",
+        "{ms:~}, {x_compiled:.2f}x",
+        {"path": lambda path: path != COMPILED},
     ),
-    "write a text, plain `generate`": (_layer(1, _PLAIN, "wall_ms"), _loop(1, "generate")),
+)
+_COMPILED: dict[str, Any] = {"path": lambda path: "compiled" in path, "workload": lambda work: work.startswith(_STEP)}
+steps = _table("training", "milliseconds a step, {where}", _STEPS, **_COMPILED)
+
+# What is done, and which rows say how fast a layer is at it, and a whole model: the record's name, what they have in
+# common, which of their times counts, and the paths of dense and planned.
+_CALLED, _GRAPHS, _COMPILED_TOO = (DENSE, "planned"), (DENSE + _GRAPH, "planned" + _GRAPH), (COMPILED, _CODE)
+_TL, _LOOP = ("tl.generate, dense", "tl.generate, planned"), ("generate, dense", "generate, planned")
+_READ, _READ_64 = ({"head": True, "workload": f"{_LARGEST}{many} x 2,048 tokens"} for many in (1, 64))
+DONE: dict[str, tuple[tuple, tuple]] = {
+    "write a text, `tl.generate`": (("inference", {"tokens": 1}, "ms", _GRAPHS), ("decoding", {"batch": 1}, "ms", _TL)),
+    "write 16 texts, `tl.generate`": (
+        ("inference", {"tokens": 16}, "ms", _GRAPHS),
+        ("decoding", {"batch": 16}, "ms", _TL),
+    ),
+    "read 2,048 tokens, a CUDA graph": (
+        ("inference", {"tokens": 2048}, "ms", _GRAPHS),
+        (RECORD, _READ, "wall_ms", _GRAPHS),
+    ),
+    "read 64 x 2,048 tokens, plain calls": (
+        ("inference", {"tokens": 131072}, "wall_ms", _CALLED),
+        (RECORD, _READ_64, "wall_ms", _CALLED),
+    ),
+    "train on 16,384 tokens, compiled": (
+        ("training", {"tokens": MANY}, "ms", _COMPILED_TOO),
+        ("training", {"workload": f"{_STEP}8 layers"}, "ms", _COMPILED_TOO),
+    ),
+    "write a text, plain `generate`": (
+        ("inference", {"tokens": 1}, "wall_ms", _CALLED),
+        ("decoding", {"batch": 1}, "ms", _LOOP),
+    ),
 }
 
 
@@ -346,10 +325,9 @@ def beside_layer(recorded: list[Record]) -> tuple[str, dict[str, list[float]]]:
     used, done = [], {}
     for name, both in DONE.items():
         times = []
-        for kind, common, paths, time in both:
-            which = lambda row: common.items() <= row.items() and 25 < row.get("nnz", 29) < 33  # noqa: B023, E731
-            record, rows = rows_of(recorded, kind, which)
-            took = {row["path"]: row[time] for row in rows if row["path"] in paths}
+        for what, (kind, common, time, paths) in zip(({**DRAWN, **FIRES_29}, {}), both, strict=True):
+            record, rows = rows_of(recorded, kind, **what, **common, path=paths.__contains__)
+            took = {row["path"]: row[time] for row in rows}
             if record and len(took) == 2:
                 used.append(record)
                 times.append(took[paths[0]] / took[paths[1]])
@@ -363,123 +341,60 @@ def beside_layer(recorded: list[Record]) -> tuple[str, dict[str, list[float]]]:
 def whole_beside_layer(recorded: list[Record]) -> str:
     """Return the table of `beside_layer`."""
     where, done = beside_layer(recorded)
-    cells = (
-        (name, f"a {what}", f"{x:.2f}") for name, pair in done.items() for what, x in zip(("layer", "model"), pair)
-    )
+    cells = [(name, what, f"{x:.2f}") for name, pair in done.items() for what, x in zip(("a layer", "a model"), pair)]
     return _grid(f"times as fast as torch's own; {where}", cells)
 
 
-def _trained(rows: list[dict]) -> Cells:
-    """Yield steps, speed, firing and loss of a trained model and its dense twin."""
-    for row in rows:
-        column = TWIN if row["path"].startswith(TWIN) else "with L1"
-        yield f"steps of {row['tokens']:,} tokens", column, f"{row['steps']:,}"
-        yield "milliseconds a step, at the end", column, _ms(row["ms"])
-        yield "seconds, all in all", column, f"{row['total_seconds']:,.0f}"
-        yield "neurons firing for a token", column, f"{row['mean_nnz']:.3g} of {row['d_ff']:,}"
-        yield "moved over the last fifth by", column, f"{row['nnz_moved']:+.1%}"
-        yield "bits a byte of held-out text", column, f"{row['validation_bits_per_byte']:.4f}"
-
-
-trained = _table("trained", _of(RUN), "{where}", _trained)
-_steps = _each(
-    lambda row: f"{row['workload'].removeprefix(_STEP)}, {row['d_model']} wide, {_nnz(row)} neurons firing",
-    lambda row: {row["path"]: _ms(row["ms"]) + f", {row['x_compiled']:.2f}x" * (row["path"] != COMPILED)},
-)
-_COMPILED_STEP = lambda row: "compiled" in row["path"] and row["workload"].startswith(_STEP)  # noqa: E731
-steps = _table("training", _COMPILED_STEP, "milliseconds a step, {where}", _steps)
-
 # ---- other methods ----
 
-
-def _costs(row: dict) -> dict[str, str]:
-    """Return what chosen neurons cost, and how fast they are in plain calls and, in brackets, as CUDA graphs."""
-    if row["path"].endswith(_GRAPH):
-        return {"times as fast as dense": f"{row['x_dense']:.2f}"}
-    low, middle, high = row["loss_change"]
-    costs = {"zeros": f"{row['sparsity']:.0%}", "loss": f"{row['loss']:.4f}"}
-    costs["more than dense"] = f"{middle:+.4f} ({low:+.4f} to {high:+.4f})"
-    return costs | {"times as fast as dense": _walls(row)}
-
-
-def _way(row: dict) -> str:
-    path = row["path"].removesuffix(_GRAPH).removeprefix("lossy: ").removeprefix("thresholds, ")
-    return row["workload"].partition("decode step")[0] + path.replace("forced ", "")
-
-
-def _is_chosen(row: dict) -> bool:
-    return row.get("tokens") == 1 and "loss_change" in row and not row["path"].startswith(DENSE)
-
-
-def _activations(row: dict) -> dict[str, str]:
-    """Return what a row says of the down projection of a trained layer: of it as it is, by a method, or of finding the
-    micro-tiles."""
-    if row["path"] == DENSE:
-        sizes = f"{row['tokens']:,} x {row['d_ff']:,}, times {row['d_ff']:,} x {row['d_model']:,}"
-        shares = {"zeros": f"{1 - row['density']:.2%}", "tiles with a value": f"{row['occupied']:.1%}"}
-        return {"sizes": sizes, **shares, "dense, ms": _ms(row["ms"])}
-    if row["path"].startswith(_PART):
-        return {"finding the tiles, ms": _ms(row["ms"])} if TILED in row["path"] else {}
-    return {row["path"]: _times(row)}
-
-
-def _few_bits(row: dict) -> dict[str, str]:
-    """Return milliseconds of a part of a layer; or how many times as fast as dense it is, by the wall time and in
-    brackets as a CUDA graph, and the error of its output."""
-    if row["path"].startswith(_PART):
-        return {_tokens(row): f"{_ms(row['ms'])} ms"}
-    if row["path"].endswith(_GRAPH):
-        return {_tokens(row): f"{row['x_dense']:.2f}"}
-    return {_tokens(row): _walls(row)} | ({"error": f"{row['error']:.1%}"} if row["tokens"] == MANY else {})
-
-
-def _padding(row: dict) -> dict[str, str]:
-    return {f"{row['real'] / row['tokens']:.0%} of the tokens real": _times(row)}
-
-
-_BESIDE, _ONE = "times as fast as dense, {where}", "decoding one token, {where}"
-_COMPARED = partial(_table, "comparison")
-predictors = _table("predictors", _is_chosen, _ONE, _each(_way, _costs))
-thresholds = _table("thresholds", _is_chosen, _ONE, _each(_way, _costs))
-_pruning = _each(
-    lambda row: row["path"],
-    lambda row: {
-        "zeros": f"{row['sparsity']:.0%}",
-        "pruned": f"{row['bits_before']:.3f}",
-        "and trained on": f"{row['bits_after']:.3f}",
-    },
+_ARENA = [("{name}", "{work}", "{us:.1f}")]
+arena = _table("arena", "us a layer, {where}", _ARENA, kind="arena")
+_PLAINLY, _AS_GRAPH = {"graph": False}, {"graph": True}
+# What chosen neurons cost, and how fast they are in plain calls and, in brackets, as CUDA graphs.
+_LOST = "{loss_change[1]:+.4f} ({loss_change[0]:+.4f} to {loss_change[2]:+.4f})"
+_COSTS = (
+    ("{before}{name}", "zeros", "{sparsity:.0%}", _PLAINLY),
+    ("{before}{name}", "loss", "{loss:.4f}", _PLAINLY),
+    ("{before}{name}", "more than dense", _LOST, _PLAINLY),
+    ("{before}{name}", "times as fast as dense", "{walls:.2f}", _PLAINLY),
+    ("{before}{name}", "times as fast as dense", "{x_dense:.2f}", _AS_GRAPH),
 )
-pruning = _table("pruning", _of("pruning"), "bits a byte, {where}", _pruning)
-_methods = _each(
-    lambda row: f"{row['pattern']}: {row['path']}",
-    lambda row: {row["workload"].split(", ")[1]: _times(row)} if row.get("dense_ms") and row["path"] != DENSE else {},
+_ONE: dict[str, Any] = {**_SPARSE, "tokens": 1, "loss_change": bool}
+predictors = _table("predictors", "decoding one token, {where}", _COSTS, **_ONE)
+thresholds = _table("thresholds", "decoding one token, {where}", _COSTS, **_ONE)
+_PRUNING = (
+    ("{path}", "zeros", "{sparsity:.0%}"),
+    ("{path}", "pruned", "{bits_before:.3f}"),
+    ("{path}", "and trained on", "{bits_after:.3f}"),
 )
-comparison = _COMPARED(_of("comparison"), _BESIDE, lambda rows: _methods(leading(rows)))
-activations = _COMPARED(_of("activations"), _BESIDE, _each(lambda row: row["workload"].split(",")[0], _activations))
-_layers = lambda row: f"{row.get('layers', 1)} layer{'s' * (row.get('layers', 1) > 1)}"  # noqa: E731
-padding = _COMPARED(
-    lambda row: row.get("kind") == "padding" and row["path"] == REMOVED,
-    _BESIDE,
-    _each(lambda row: f"padding removed once for {_layers(row)}", _padding),
+pruning = _table("pruning", "bits a byte, {where}", _PRUNING, kind="pruning")
+_METHODS = [("{pattern}: {path}", "{work}", _BOTH, _SPARSE)]
+comparison = _table("comparison", _BESIDE, _METHODS, kind="comparison", path=lambda path: leading([{"path": path}]))
+_ACTIVATIONS = (
+    ("{about}", "sizes", "{tokens:,} x {d_ff:,}, times {d_ff:,} x {d_model:,}", DENSE),
+    ("{about}", "zeros", "{zeros:.2%}", DENSE),
+    ("{about}", "tiles with a value", "{occupied:.1%}", DENSE),
+    ("{about}", "dense, ms", "{ms:~}", DENSE),
+    ("{about}", "{path}", _BOTH, _SPARSE | {"part": False}),
+    ("{about}", "finding the tiles, ms", "{ms:~}", {"part": True, "path": lambda path: TILED in path}),
 )
-_experts = _each(lambda row: row["path"], lambda row: {row["workload"]: _times(row)})
-experts = _COMPARED(_of("experts"), "times as fast as the loop (dense eager), {where}", _experts)
-few_bits = _COMPARED(
-    lambda row: row.get("kind") == "few bits" and not row["path"].startswith(DENSE),
-    _BESIDE,
-    _each(lambda row: row["path"].removesuffix(_GRAPH).removeprefix(_PART).removeprefix("forced "), _few_bits),
+activations = _table("comparison", _BESIDE, _ACTIVATIONS, kind="activations")
+_PADDING = [("padding removed once for {of}", "{real share:.0%} of the tokens real", _BOTH)]
+padding = _table("comparison", _BESIDE, _PADDING, kind="padding", path=REMOVED)
+_EXPERTS = [("{path}", "{workload}", _BOTH)]
+experts = _table("comparison", "times as fast as the loop (dense eager), {where}", _EXPERTS, kind="experts")
+_FEW_BITS = (
+    ("{name}", "{at once}", "{walls:.2f}", {"graph": False, "part": False}),
+    ("{name}", "{at once}", "{x_dense:.2f}", _AS_GRAPH),
+    ("{name}", "{at once}", "{ms:~} ms", {"part": True}),
+    ("{name}", "error", "{error:.1%}", {"tokens": MANY, "graph": False}),
 )
-
-
-def _attacked(row: dict) -> dict[str, str]:
-    if "rows" not in row:
-        return {"cases": f"{row['cases']:,}"}
-    excused = sum(row.get(key, 0) for key in ("excused_rows", "overflowed_rows", "rounded_rows"))
-    counts = {"cases": row["cases"], "rows of results": row["rows"], "rows excused": excused}
-    texts = {column: f"{count:,}" for column, count in counts.items()}
-    return texts | {"worst error, of what is allowed": str(row["worst_ratio"])}
-
-
-_attacks = partial(_table, "attack", head="attacked; {where}", cells=_each(lambda row: row["attack"], _attacked))
-gpu_attacks = _attacks(which=lambda row: "on a GPU" in row.get("attack", ""))
-attacks = _attacks(which=lambda row: "attack" in row and "on a GPU" not in row["attack"])
+few_bits = _table("comparison", _BESIDE, _FEW_BITS, kind="few bits", **_SPARSE)
+_ATTACKED = (
+    ("{attack}", "cases", "{cases:,}"),
+    ("{attack}", "rows of results", "{rows:,}"),
+    ("{attack}", "rows excused", "{excused:,}", {"rows": bool}),
+    ("{attack}", "worst error, of what is allowed", "{worst_ratio}"),
+)
+gpu_attacks = _table("attack", "attacked; {where}", _ATTACKED, attack=lambda name: "on a GPU" in name)
+attacks = _table("attack", "attacked; {where}", _ATTACKED, attack=lambda name: "on a GPU" not in name)

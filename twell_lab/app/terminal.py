@@ -1,14 +1,13 @@
-"""What a command prints, and where: on terminals that lack characters, on full disks, to programs that have ended."""
+"""What a command prints, and where: on terminals that lack characters, on full disks, to programs that have ended; and
+sentences that several commands say."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import TextIOWrapper
 from json import dumps
 from pathlib import Path
@@ -44,16 +43,6 @@ def folded(line: str, indent: str = "  ") -> str:
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-@contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
-    """Within it SIGTERM raises KeyboardInterrupt."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def set_up() -> None:
     """Have stdout and stderr write characters that their encodings lack as escapes, and warnings of this package look
     as its errors do, without the line of source code."""
@@ -81,3 +70,43 @@ def write(text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise InputError(f"the output cannot be written: {error.strerror}") from None
+
+
+# ---- sentences ----
+
+
+class Ratio(NamedTuple):
+    """How many times as fast as dense something is, between which bounds its samples lie, and what it is."""
+
+    times: float
+    low: float
+    high: float
+    what: str
+
+
+def verdict(ratios: list[Ratio]) -> str:
+    """Return at how many of these the sparse way is faster, and at how many slower, with the best and the worst of
+    them. Where the bounds lie on both sides of 1 it is neither."""
+    faster = sorted(ratio for ratio in ratios if min(ratio.times, ratio.low) > 1)
+    slower = sorted(ratio for ratio in ratios if max(ratio.times, ratio.high) < 1)
+    said = []
+    if faster:
+        said.append(f"faster at {len(faster)} (at best {faster[-1].times:.2f} times as fast: {faster[-1].what})")
+    if slower:
+        said.append(f"slower at {len(slower)} (at worst {slower[0].times:.2f} times as fast: {slower[0].what})")
+    if rest := len(ratios) - len(faster) - len(slower):
+        said.append(f"neither at {rest}, where the difference lies within the spread of the samples")
+    return ", ".join(said)
+
+
+def said_fast(texts: dict) -> str:
+    """Return how fast a model spoke on its planned layers and, where one of them is not dense, beside dense ones.
+
+    texts: tokens_per_s, dense_tokens_per_s, same, layers (rows of a report) and, where known, ratios: of each turn."""
+    speed = f"{texts['tokens_per_s']:,.0f} tokens a second"
+    if all(layer["choice"] == "dense" for layer in texts["layers"]):
+        return f"{speed}; the plan left all layers dense, so there is nothing to compare"
+    same = "the same text" if texts["same"] else "not the same text, since sums differ in their last bits"
+    low, high = (end(texts.get("ratios") or [1.0]) for end in (min, max))
+    turns = f"{low:.2f} to {high:.2f} times as fast from turn to turn" if low < high else "spread unknown"
+    return f"{speed}, {texts['dense_tokens_per_s']:,.0f} with dense layers ({turns}), {same}"

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 import time
-from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -27,67 +24,62 @@ from ..formats import classic, twell
 from ..layers.find import feed_forwards
 from ..ops import functional, reference
 from ..ops.clock import dtype_for, present_device
-from ..plots import layer_names, picked, share, tile_of
+from ..plots import layer_names, share, tile_of
 from ..training.config import TrainResult
 from ..training.loop import TOUR, train
 from ..training.text.source import BYTES, load, spread_windows
 from . import page
-from .page import FORMAT, WITH, WITHOUT, said_fast
+from .page import FORMAT, WITH, WITHOUT
 from .speak_commands import in_turn, planned, speak
+from .terminal import said_fast
 
 _QUICK: dict = dict(steps=12, batch=4, context=32, layers=2, warmup=2, log_every=2, eval_every=6, eval_windows=16)
 _DURATION = "about three minutes on two CPU cores, one with a GPU; --quick takes half a minute and says nothing"
-_BEAT = 15.0  # seconds
-_TIMED = ("layer", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms", "x_dense")
+_STEPS = 8
+_TIMED = ("label", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms", "x_dense")
 _PACKED_TOKENS = 2048  # enough for three digits of a share, and packed within seconds on a CPU
 
 
-def run(
-    text: str | None = None,
-    out: Path = Path("build/tour"),
-    record_only: bool = False,
-    quick: bool = False,
-    progress: bool = True,
-) -> tuple[records.Record, Path, Path | None]:
-    """Take the tour; return its record, the path of tour.json, and that of index.html (None if record_only). Nothing is
-    written before its last step, and each file appears whole or not at all. The arguments are the command's options.
+def run(text: str | None = None, out: Path = Path("build/tour"), quick: bool = False) -> records.Record:
+    """Take the tour; return its record. tour.json and index.html are written in its last step, each whole or not at
+    all. The arguments are the command's options.
 
     Raises TextError for a text that cannot be read; RecordError for a folder that cannot be written, before the work
     starts; TwellError if packing changed a value."""
     check_folder(out)
-    written = out / "tour.json", out / "index.html"
-    for path in written[: 1 if record_only else 2]:
-        check_target(path)
-    words, hidden = load(text), not progress or None  # None: bars are hidden where stderr is no terminal
-    seconds = 0.02 if quick else 1.0  # for which each size is measured
-    if progress:
-        print(f"tour: {_DURATION}", file=sys.stderr, flush=True)
-    with closing(_Steps(progress)) as say:
-        say(1, f"training twice on {words.name} ({words.size / 1e6:.1f} MB)")
-        config = replace(TOUR, **(_QUICK if quick else _for_this_machine()), text=words)
-        dense = train(replace(config, l1=0.0), progress=progress)
-        sparse = train(config, progress=progress)
-        runs = {WITHOUT: dense, WITH: sparse}
+    for name in ("tour.json", "index.html"):
+        check_target(out / name)
+    words = load(text)
+    each = 0.02 if quick else 1.0  # seconds for which a size is measured
+    began: dict[str, float] = {}  # when each step did
 
-        say(2, "profiling the sparse model on held-out text")
-        windows = spread_windows(words.split()[1].data, config.eval_windows, config.context)[:, :-1]
-        firing = profile(sparse.model, windows.split(32))
+    def step(name: str, what: str) -> None:
+        began[name] = time.perf_counter()
+        print(f"[{len(began)}/{_STEPS}] {what}", file=sys.stderr, flush=True)
 
-        say(3, "packing its activations and checking that they come back")
-        packing, tile = pack_layers(sparse, spread(windows, _PACKED_TOKENS))
-
-        say(4, "timing sparse against dense")
-        rows = time_layers(sparse, windows, seconds, hidden)
-        rows += time_llm_layer(sparse, (128, 512) if quick else (2048, 5632), seconds, hidden)
-
-        say(5, "letting both models speak")
-        texts = let_speak(runs, windows, firing, 40 if quick else 240, 1 if quick else 3)
-        say(6, f"writing to {out}")
+    print(f"tour: {_DURATION}", file=sys.stderr)
+    config = replace(TOUR, **(_QUICK if quick else _for_this_machine()), text=words)
+    step("train without L1", f"training on {words.name} ({words.size / 1e6:.1f} MB)")
+    runs = {WITHOUT: train(replace(config, l1=0.0))}
+    step("train with L1", f"training the same model with an L1 penalty of {config.l1:g}")
+    sparse = runs[WITH] = train(config)
+    step("profile", "profiling the sparse model on held-out text")
+    windows = spread_windows(words.split()[1].data, config.eval_windows, config.context)[:, :-1]
+    firing = profile(sparse.model, windows.split(32))
+    step("pack", "packing its activations and checking that they come back")
+    packing, tile = pack_layers(sparse, spread(windows, _PACKED_TOKENS))
+    step("time its layers", "timing its layers, sparse against dense")
+    rows = time_layers(sparse, windows, each)
+    step("time a large layer", "timing a layer of an LLM's size")
+    rows += time_llm_layer(sparse, (128, 512) if quick else (2048, 5632), each)
+    step("speak", "letting both models speak")
+    texts = let_speak(runs, windows, firing, 40 if quick else 240, 1 if quick else 3)
+    step("write", f"writing to {out}")
     notes = {
         "tour": {
             "format": FORMAT,
             "quick": quick,
-            "seconds": say.seconds(),
+            "seconds": {name: end - begin for (name, begin), end in zip(began.items(), [*began.values()][1:])},
             "text": sparse.text,
             "device": str(next(sparse.model.parameters()).device.type),
             "runs": {label: result.summary() for label, result in runs.items()},
@@ -98,11 +90,9 @@ def run(
         }
     }
     record = records.Record.new("tour", "the walk end to end: training, firing, packing, timing", rows, notes)
-    write_atomically(written[0], record.to_json())  # first, so that a page that fails can be drawn later
-    if record_only:
-        return record, written[0], None
-    write_atomically(written[1], page.render(record, records.load_all()))
-    return record, *written
+    write_atomically(out / "tour.json", record.to_json())  # first, so that a page that fails can be drawn later
+    write_atomically(out / "index.html", page.render(record, records.load_all()))
+    return record
 
 
 def summary(record: records.Record) -> str:
@@ -119,12 +109,8 @@ def summary(record: records.Record) -> str:
         }
         for label, run in tour["runs"].items()
     ]
-    timed = [
-        {**row, "layer": row.get("label") or "LLM size"}
-        for row in record.rows
-        if row["x_dense"] is not None and picked(row["path"]) and not row["path"].startswith("dense eager")
-    ]
-    timings = records.table(timed, {key: key.replace("_", " ") for key in _TIMED})
+    timed = [{**row, "label": row.get("label") or "LLM size"} for row in record.rows if page.is_sparse(row)]
+    timings = records.table(timed, {key: key.replace("_", " ") for key in _TIMED} | {"label": "layer"})
     spoken = f"spoken by the model with L1: {said_fast(tour['texts'])}"
     note = ["A quick tour: its figures say nothing."] if tour["quick"] else []
     return "\n\n".join([text, records.table(trainings, {key: key for key in trainings[0]}), timings, spoken, *note])
@@ -205,7 +191,7 @@ def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
         )
 
 
-def time_layers(sparse: TrainResult, windows: Tensor, seconds: float, hidden: bool | None) -> list[dict]:
+def time_layers(sparse: TrainResult, windows: Tensor, seconds: float) -> list[dict]:
     """Return timings of the trained model's own layers on their own inputs, as rows: float32 on a CPU, 16 bits on a
     GPU."""
     layers = feed_forwards(sparse.model)
@@ -215,7 +201,7 @@ def time_layers(sparse: TrainResult, windows: Tensor, seconds: float, hidden: bo
     few = spread(windows, 2 * sizes[-1])
     drawn = torch.randperm(few.numel(), generator=torch.Generator().manual_seed(0))
     rows, names = [], layer_names([layer.name for layer in layers])
-    for layer, name in tqdm([*zip(layers, names, strict=True)], "the model's own layers", disable=hidden):
+    for layer, name in tqdm([*zip(layers, names, strict=True)], "the model's own layers", disable=None):
         inputs, _ = activations(sparse.model, few, layer.name)
         module = copy.deepcopy(layer.module).to(dtype).requires_grad_(False)
         for tokens in sizes:
@@ -225,7 +211,7 @@ def time_layers(sparse: TrainResult, windows: Tensor, seconds: float, hidden: bo
     return rows
 
 
-def time_llm_layer(sparse: TrainResult, size: tuple[int, int], seconds: float, hidden: bool | None) -> list[dict]:
+def time_llm_layer(sparse: TrainResult, size: tuple[int, int], seconds: float) -> list[dict]:
     """Return timings, as rows, of a drawn layer of this size of whose neurons 29 fire for a token; on a GPU, 8 too."""
     device = next(sparse.model.parameters()).device.type
     if device == "cuda":
@@ -233,7 +219,7 @@ def time_llm_layer(sparse: TrainResult, size: tuple[int, int], seconds: float, h
     else:
         cases = [(tokens, dtype, 29) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
     rows = []
-    for tokens, dtype, nnz in tqdm(cases, "a layer of LLM size", disable=hidden):
+    for tokens, dtype, nnz in tqdm(cases, "a layer of LLM size", disable=None):
         rows += forward.ffn(tokens, *size, nnz, dtype=dtype, device=device, seconds=seconds).rows
     return rows
 
@@ -266,32 +252,3 @@ def _for_this_machine() -> dict:
     if any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")):
         return {"dtype": "bfloat16"}
     return {"steps": TOUR.steps // 2}
-
-
-class _Steps:
-    """Says on stderr which of the six steps begins, and where that is no terminal, which has bars, every _BEAT seconds
-    that it goes on; notes when each began."""
-
-    def __init__(self, shown: bool) -> None:
-        self.shown, self.started, self.ended = shown, list[float](), threading.Event()
-
-    def __call__(self, number: int, what: str) -> None:
-        self.close()
-        self.started.append(time.perf_counter())
-        if self.shown:
-            print(f"[{number}/6] {what}", file=sys.stderr, flush=True)
-        if self.shown and not sys.stderr.isatty():
-            self.ended = threading.Event()
-            threading.Thread(target=self._beat, args=(number, self.started[-1], self.ended), daemon=True).start()
-
-    def _beat(self, number: int, start: float, ended: threading.Event) -> None:
-        while not ended.wait(_BEAT):
-            print(f"[{number}/6] {time.perf_counter() - start:.0f} s so far", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        self.ended.set()
-
-    def seconds(self) -> dict:
-        """Return the seconds that each of the first five steps took, by name."""
-        spans = [end - begin for begin, end in pairwise(self.started)]
-        return dict(zip(("train", "profile", "pack", "time", "speak"), spans, strict=True))

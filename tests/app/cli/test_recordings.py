@@ -85,9 +85,7 @@ def record_slow(tmp_path):
             f"STEPS = [{', '.join(f'step_{number}' for number in range(len(steps)))}]\n"
             "sections = lambda more: {'one': STEPS, 'two': [list]}\n"
             "recordings.RECORDINGS['slow'] = recordings.Recording('slow', 'a test', sections, 100, False)\n"
-            "status = cli.main()\n"
-            "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
-            "sys.exit(status)\n"
+            "sys.exit(cli.main())\n"
         )
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
@@ -134,23 +132,34 @@ def slow(clock, monkeypatch):
     return put
 
 
-def test_what_cannot_be_kept_before_the_end_costs_nothing(clock, slow, capsys):
-    def full(record):
-        raise RecordError("the disk is full")
+def test_what_cannot_be_kept_before_the_end_costs_nothing(clock, slow, tmp_path, monkeypatch, capsys):
+    def full(path, content):
+        if "unfinished" in content:
+            raise RecordError("the disk is full")
+        path.write_text(content)
 
+    monkeypatch.setattr(recordings.core, "write_atomically", full)
     slow(lambda: clock(1.0), lambda: clock(1.0))
-    assert len(recordings.make("slow", full).rows) == 2
+    record, path = recordings.make("slow", tmp_path)
+    assert len(record.rows) == 2 and records.load(path) == record
     assert capsys.readouterr().err.count("not kept: the disk is full") == 2
 
 
-def test_a_recording_without_a_row_is_an_error(clock, slow):
+def test_a_recording_without_a_row_is_an_error(clock, slow, tmp_path):
     slow(lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
     with pytest.raises(StackError, match="nothing was measured.*out of memory"):
-        recordings.make("slow")
+        recordings.make("slow", tmp_path)
 
 
-def test_each_recording_names_its_options(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("training", "needs an NVIDIA GPU"),
+        ("training --seed 3", "accepted: with attack"),
+        ("training --rivals .", "accepted: with arena"),
+        ("sweep --seconds 3", "training"),
+    ],
+)
+def test_each_recording_names_its_options(monkeypatch, refused, arguments, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["record", "training"]) == 2 and "needs an NVIDIA GPU" in capsys.readouterr().err
-    assert cli.main(["record", "training", "--seed", "3"]) == 2 and "accepted: with attack" in capsys.readouterr().err
-    assert cli.main(["record", "sweep", "--seconds", "3"]) == 2 and "training" in capsys.readouterr().err
+    assert said in refused("record", *arguments.split())

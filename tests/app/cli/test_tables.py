@@ -35,17 +35,15 @@ SHAPE = {"kind": "inference", "gated": True, "d_model": 2048, "d_ff": 5632}
 
 
 def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
+    walls = {"dense eager": 0.2, "planned": 0.1, "dense compiled": 0.15, "planned compiled": 0.3}
+
     def rows(factor: float) -> list[dict]:
         shape = SHAPE | {"workload": "independent, lognormal", "nnz": 29.0}
         found = [
             {**shape, "tokens": tokens, "path": path, "wall_ms": factor * ms * tokens, "choice": choice}
+            | {"dense_wall_ms": factor * 0.2 * tokens}
             for tokens, choice in ((2048, "hot_cold 512"), (1, "twell"))
-            for path, ms in (
-                ("dense eager", 0.2),
-                ("planned", 0.1),
-                ("dense compiled", 0.15),
-                ("planned compiled", 0.3),
-            )
+            for path, ms in walls.items()
         ]
         others = ({"workload": "heavy rows: 8"}, {"nnz": 8.0}, {"d_ff": 4096})
         return [found[0] | other | {"wall_ms": 99.0} for other in others] + found
@@ -75,28 +73,11 @@ def test_a_whole_model_stands_beside_its_layer_where_both_are_recorded():
     assert "stale" in tables.whole_beside_layer([replace(recorded[0], kernels={"smxx_pack": 64 * "0"}), recorded[1]])
 
 
-def beside(kind: str, path: str, nnz: float, ms: float, workload: str = "independent, lognormal", **more) -> dict:
-    """A row of 16,384 tokens beside a dense layer of 8 ms, 10 on the wall; the path's wall time is twice its own."""
-    times = {"ms": ms, "wall_ms": 2 * ms, "dense_ms": 8.0, "dense_wall_ms": 10.0}
-    return SHAPE | {"kind": kind, "tokens": 16384, "path": path, "nnz": nnz, "workload": workload} | times | more
-
-
-def test_the_table_of_training_compares_compiled_with_compiled():
-    paths = (
-        ("dense eager", 8.0, 900),
-        ("dense compiled", 4.0, 800),
-        ("planned", 2.0, 300),
-        ("planned compiled", 2.0, 300),
-    )
-    rows = [beside("training", path, 8.0, ms, peak_bytes=mib << 20, choice="twell") for path, ms, mib in paths]
-    lines = cells(tables.training([record("training", 1, rows)]))[1:]
-    assert [line[1] for line in lines] == ["TwELL", "4.00 (2.50)", "2.00 (2.00)", "300", "900", "800"]
-
-
 def test_the_table_of_heavy_tokens_takes_a_record_that_has_them_all():
     def made(name: str, day: int, counts: tuple[int, ...]) -> records.Record:
         works = [f"heavy rows: {count}{more}" for count in counts for more in ("", ", all neurons")]
-        rows = [beside(name, "forced twell", 29.0, 4.0 + len(work) / 100, work) for work in works]
+        shared = SHAPE | {"kind": name, "tokens": 16384, "path": "forced twell"}
+        rows = [shared | {"workload": work, "ms": 4.0 + len(work) / 100} for work in works]
         return record(name, day, rows)
 
     whole, part = made("inference", 1, (0, 1, 512)), made("inference", 2, (0, 1))
@@ -106,26 +87,6 @@ def test_the_table_of_heavy_tokens_takes_a_record_that_has_them_all():
         ["forward, all 5,632; NVIDIA H100, 2026-01-01", "+3%", "+4%"],
     ]
     assert "nothing is recorded yet" in tables.heavy([part])
-
-
-def test_the_table_of_products_leaves_out_a_kernels_other_versions_and_parts():
-    def row(pattern, path, zeros, ms):
-        shared = {"kind": "comparison", "pattern": pattern, "density": 1 - zeros, "samples": [ms], "x_dense": 1 / ms}
-        times = {"ms": ms, "wall_ms": 2 * ms, "dense_ms": 1.0, "dense_wall_ms": 1.0}
-        return shared | {"path": path, "workload": f"{pattern}, {zeros:.1%} zeros"} | times
-
-    rows = [row("scattered", "dense eager", zeros, 1.0) for zeros in (0.99, 0.5)]
-    rows += [row("scattered", "csr_v3", zeros, ms) for zeros, ms in ((0.99, 0.5), (0.5, 8.0))]
-    rows += [
-        row("scattered", "csr_v1", 0.99, 4.0),
-        row("scattered", "part: csr_v3, conversion", 0.99, 4.0) | {"dense_ms": None},
-    ]
-    rows += [row("2:4", "2:4 (torch: cuSPARSELt)", 0.5, 0.8)]
-    assert cells(tables.comparison([record("comparison", 1, rows)])) == [
-        ["times as fast as dense, NVIDIA H100, 2026-01-01", "50.0% zeros", "99.0% zeros"],
-        ["scattered: csr_v3", "0.12 (0.06)", "2.00 (1.00)"],
-        ["2:4: 2:4 (torch: cuSPARSELt)", "1.25 (0.62)", ""],
-    ]
 
 
 def test_a_second_value_of_a_place_stands_in_brackets():
@@ -166,16 +127,8 @@ def test_the_table_of_paths_has_errors_of_the_first_forward_and_the_last_loss():
 def test_the_table_of_the_model_compares_like_with_like():
     times = {"dense eager": 30.0, "planned": 20.0, "planned for graphs": 999.0, "dense eager (graph)": 1200.0}
     times |= {"planned for graphs (graph)": 600.0, "dense compiled": 10.0, "planned for graphs compiled": 8.0}
-    rows = [
-        {
-            "kind": "model_decode",
-            "workload": "drawn 2B Llama, 1 x 8 tokens",
-            "path": path,
-            "wall_ms": ms,
-            "wall_spread": 0.5,
-        }
-        for path, ms in times.items()
-    ]
+    shared = {"kind": "model_decode", "workload": "drawn 2B Llama, 1 x 8 tokens", "wall_spread": 0.5}
+    rows = [shared | {"path": path, "wall_ms": ms} for path, ms in times.items()]
     energy = {"mj_per_token": 2.5, "peak_bytes": 2**25, "loss": 1.0, "kind": "model_forward"}
     rows[:2] = [row | energy for row in rows[:2]]
     others = [{**rows[0], "workload": "drawn 1B Llama, 1 x 8 tokens"}, {**rows[0], "head": False}]

@@ -3,59 +3,43 @@
 import copy
 import dataclasses
 import html
-import json
 import os
 import re
 import subprocess
 import sys
-import time
-from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 
-import twell_lab as tl
+from tests.app.conftest import ROOT
 from twell_lab import formats, records
-from twell_lab.app import cli, page, tour
+from twell_lab.app import page, tour
 from twell_lab.app.charts import Axis, Line, chart
-from twell_lab.core import RecordError, TwellError
+from twell_lab.app.terminal import Ratio, said_fast, verdict
+from twell_lab.core import TwellError
 from twell_lab.plots import share
 
-ROOT = Path(__file__).parents[3]
 TEXT = str(ROOT / "twell_lab")  # small, and there in every checkout
 FIGURES = {"training", "firing", "frequency", "tile", "bytes", "own", "large", "recorded"}
+# What a tour on a CPU has no use for; so has it for any compiler, be it for CUDA or C++.
+UNUSED = (
+    "cupy cupy_backends cupyx nvidia plotly pandas scipy transformers datasets tokenizers ipywidgets anywidget IPython"
+)
 
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory):
-    """One quick tour on one thread: (record, folder, the two training results)."""
-    folder, results = tmp_path_factory.mktemp("tour") / "build" / "tour", []
-    threads, train = torch.get_num_threads(), tour.train
-
-    def remembered(*arguments, **options):
-        results.append(train(*arguments, **options))
-        return results[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tour, "train", remembered)
-        torch.set_num_threads(1)
-        try:
-            record, _, _ = tour.run(TEXT, folder, quick=True, progress=False)
-        finally:
-            torch.set_num_threads(threads)
-    return record, folder, results
-
-
-@pytest.fixture
-def trained(taken, monkeypatch):
-    """The tour with its trainings, timings and texts already there, for tests of what comes after them."""
-    record, _, results = taken
-    monkeypatch.setattr(tour, "train", lambda config, **_: results[config.l1 > 0])
-    monkeypatch.setattr(tour, "time_layers", lambda *_: record.rows)
-    monkeypatch.setattr(tour, "time_llm_layer", lambda *_: [])
-    monkeypatch.setattr(tour, "let_speak", lambda *_: record.notes["tour"]["texts"])
+    """One quick tour, in a process of its own on a CPU: (record, folder, what it wrote to stdout and stderr)."""
+    folder = tmp_path_factory.mktemp("tour") / "build" / "tour"
+    code = f"import sys; sys.modules.update(dict.fromkeys({UNUSED.split()!r})); "
+    code += "from twell_lab.app.cli import main; sys.exit(main())"
+    more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code, "tour", "--quick", "--text", TEXT, "--out", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **more})
+    assert done.returncode == 0, done.stderr
+    return records.load(folder / "tour.json"), folder, done
 
 
 def files(folder: Path) -> set[str]:
@@ -65,23 +49,26 @@ def files(folder: Path) -> set[str]:
 # ---- the record ------------------------------------------------------------------------------------------
 
 
-def test_a_tour_leaves_a_page_and_a_record_and_nothing_else(taken):
-    record, folder, _ = taken
-    assert files(folder) == {"index.html", "tour.json"}
-    assert records.load(folder / "tour.json") == record and str(ROOT) not in record.to_json()
+def test_a_tour_leaves_a_page_and_a_record_and_says_what_it_does(taken):
+    record, folder, done = taken
+    assert files(folder) == {"index.html", "tour.json"} and str(ROOT) not in record.to_json()
     runs = record.notes["tour"]["runs"]
     without, sparse = runs["without L1"]["config"], runs["with L1"]["config"]
     assert without["l1"] == 0 < sparse["l1"] and {**without, "l1": 0} == {**sparse, "l1": 0}
+    assert done.stderr.startswith("tour: about three minutes") and "%|" not in done.stderr  # a bar is for a terminal
+    assert re.findall(r"^\[(\d)/8\]", done.stderr, re.M) == [*"12345678"]
+    assert max(len(line) for line in done.stdout.splitlines() if str(folder) not in line) <= 80
+    assert record.notes["tour"]["text"]["sha256"] in done.stdout and "done in" in done.stdout
+    timed = sum("twell" in row["path"] for row in record.rows)
+    assert sum("  twell" in line for line in done.stdout.splitlines()) == timed
 
 
 def test_every_layer_is_timed_and_every_flat_row_is_whole(taken):
     record = taken[0]
-    flat = records.flat_rows([record])
-    assert all(tuple(row) == records.FLAT_KEYS for row in flat)
+    assert all(tuple(row) == records.FLAT_KEYS for row in records.flat_rows([record]))
     own, large = page.split_rows(record.rows)
-    assert {(row["label"], row["tokens"]) for row in own if row["path"] == "twell"} >= {
-        (f"layer {i}", tokens) for i in range(2) for tokens in (1, 8, 64)
-    }
+    sizes = {(f"layer {i}", tokens) for i in range(2) for tokens in (1, 8, 64)}
+    assert {(row["label"], row["tokens"]) for row in own if row["path"] == "twell"} >= sizes
     assert {row["tokens"] for row in large if row["path"] == "twell"} >= {1, 8, 64}
     assert all(row["samples"] for row in record.rows)
 
@@ -98,13 +85,6 @@ def test_what_was_packed_adds_up(taken):
         assert packed["overflow_rows"] == pytest.approx(layer["overflow_rows"] * layer["tokens"], abs=3)
 
 
-def test_the_summary_names_text_and_timings(taken):
-    record = taken[0]
-    text = tour.summary(record)
-    assert record.notes["tour"]["text"]["sha256"] in text and "quick" in text
-    assert sum("  twell" in line for line in text.splitlines()) == sum("twell" in row["path"] for row in record.rows)
-
-
 def test_a_value_that_does_not_come_back_stops_the_tour():
     gate = torch.randn(3, 40).to(torch.bfloat16)
     packed = formats.TwELL.from_gate(gate)
@@ -112,6 +92,16 @@ def test_a_value_that_does_not_come_back_stops_the_tour():
     packed.packed[1, 0, 1] ^= 1 << 16
     with pytest.raises(TwellError, match="layers.0: 1 of 120 values"):
         tour.check_packing("layers.0", gate, packed)
+
+
+@pytest.mark.parametrize("step", ["load", "train"])
+def test_an_interrupted_tour_leaves_nothing_behind(monkeypatch, ask, tmp_path, step):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tour, step, stop)
+    said = ask("tour", "--quick", "--text", TEXT, "--out", tmp_path / "out", status=130).err
+    assert files(tmp_path / "out") == set() and said.splitlines()[-1] == "twell-lab: interrupted"
 
 
 # ---- the page --------------------------------------------------------------------------------------------
@@ -175,20 +165,12 @@ def test_figures_on_the_page_are_those_of_the_record(taken):
 
 def test_the_page_ends_with_text_of_both_models(taken):
     texts = taken[0].notes["tour"]["texts"]
-    text, config = page.render(taken[0]), taken[2][0].config
+    text = page.render(taken[0])
     assert texts["said"].keys() == {"without L1", "with L1"} and texts["same"] is True
-    for result in taken[2]:
-        label = "with L1" if result.config.l1 else "without L1"
-        prompt = torch.tensor(list(texts["prompt"].encode()))
-        assert len(prompt) == config.context // 2
-        how = {"temperature": texts["temperature"], "seed": texts["seed"]}
-        said = tl.generate(result.model, prompt, max_new_tokens=40, **how)[len(prompt) :]
-        assert bytes(said.tolist()).decode("utf-8", "replace") == texts["said"][label]
-        assert f"<pre><b>{html.escape(texts['prompt'])}</b>{html.escape(texts['said'][label])}</pre>" in text.replace(
-            "&#34;", "&quot;"
-        ).replace("&#39;", "&#x27;")
-    assert [row["tokens"] for row in texts["layers"]] == [1, 1]
-    assert {row["state"] for row in texts["layers"]} == {"planned"}
+    for said in texts["said"].values():
+        shown = f"<pre><b>{html.escape(texts['prompt'])}</b>{html.escape(said)}</pre>"
+        assert shown in text.replace("&#34;", "&quot;").replace("&#39;", "&#x27;")
+    assert {(row["tokens"], row["state"]) for row in texts["layers"]} == {(1, "planned")}
     assert f"{texts['tokens_per_s']:,.0f} tokens a second" in text
     assert "trained for a minute" not in text and "dense, 0." not in text  # no layer is compared with itself
 
@@ -226,17 +208,54 @@ def test_of_recorded_times_the_newest_current_and_alike_are_drawn(taken):
     assert names == ["bf16, planned, mean nnz 29", "bf16, planned, mean nnz 310"]
     said = page.see_recorded([first, second])
     assert "Recorded on NVIDIA Example (2026-01-03), not here" in said
-    assert "slower at 1, at worst 3.00 times the time (16,384 tokens in bfloat16, 310 neurons firing" in said
+    assert "slower at 1 (at worst 0.33 times as fast: 16,384 tokens in bfloat16, 310 neurons firing" in said
     stale = recorded(RECORDED, kernels={"smxx_pack": 64 * "0"}, day=4)
     assert page.comparable([stale]) == [] and "No measurement of such a layer" in page.render(taken[0], [stale])
     assert page.comparable([recorded(RECORDED), stale])[0]["date"].startswith("2026-01-02")
 
 
-@pytest.mark.parametrize("notes", [{}, {"tour": {"format": 99}}])
-def test_a_record_of_something_else_is_refused(taken, notes):
-    other = records.Record(**{**json.loads(taken[0].to_json()), "notes": notes})
-    with pytest.raises(RecordError, match="tour"):
-        page.render(other)
+@pytest.mark.parametrize(
+    "where, value, said",
+    [
+        ((), {}, "holds no tour"),
+        (("tour",), {"format": 99}, "holds no tour"),
+        (("tour", "seconds"), {"train": 10**400}, "is not as a tour writes it"),
+        (("tour", "tile"), {}, "is not as a tour writes it"),
+        (("tour", "packing", "layers", 0, "slots"), 0, "is not as a tour writes it"),
+    ],
+)
+def test_a_record_of_something_else_is_refused(taken, refused, tmp_path, where, value, said):
+    notes = part = {"notes": copy.deepcopy(taken[0].notes)}
+    for step in ("notes", *where)[:-1]:
+        part = part[step]
+    part[("notes", *where)[-1]] = value
+    (tmp_path / "tour.json").write_text(dataclasses.replace(taken[0], **notes).to_json())
+    assert said in refused("tour", "--render", tmp_path / "tour.json", "--out", tmp_path)
+    assert files(tmp_path) == {"tour.json"}
+
+
+def test_a_page_is_drawn_later_without_torch(taken, spawn, tmp_path):
+    drawn = spawn("tour", "--render", taken[1] / "tour.json", "--out", tmp_path, without="torch cupy numpy")
+    assert drawn.returncode == 0, drawn.stderr
+    assert files(tmp_path) == {"index.html"}
+    assert (tmp_path / "index.html").read_text() == (taken[1] / "index.html").read_text()
+
+
+def test_what_a_record_says_cannot_become_markup(taken):
+    notes = copy.deepcopy(taken[0].notes)
+    notes["tour"]["text"]["name"] = name = "<b>&amp;.txt"
+    drawn = page.render(dataclasses.replace(taken[0], notes=notes))
+    assert html.escape(name) in drawn and "<b>&amp;" not in drawn
+
+
+def test_the_page_says_one_number_of_dead_neurons(taken):
+    """A profile in float32 may count others than the training did in bfloat16, on the same tokens."""
+    notes = copy.deepcopy(taken[0].notes)
+    for layer in notes["tour"]["profile"]["layers"]:
+        layer["dead"] += 1
+    dead = sum(notes["tour"]["runs"][page.WITH]["dead"])
+    assert dead == sum(row["runs"][1][2] for row in page.layer_table(notes["tour"]))
+    assert f" {dead} of the " in page.render(dataclasses.replace(taken[0], notes=notes))
 
 
 # ---- charts ----------------------------------------------------------------------------------------------
@@ -274,35 +293,35 @@ def test_figures_at_the_ticks_never_touch():
 # ---- sentences -------------------------------------------------------------------------------------------
 
 
-def timed(*ratios: float) -> list[dict]:
-    return [
-        {"path": "twell", "dtype": "float32", "tokens": 2**i, "ms": 1.0, "dense_ms": ratio, "x_dense": ratio}
-        for i, ratio in enumerate(ratios)
-    ]
+@pytest.mark.parametrize(
+    "ratios, said",
+    [
+        ([(1.5, 1.4, 1.6), (3.0, 2.0, 4.0)], "faster at 2 (at best 3.00 times as fast: b)"),
+        ([(3.0, 2.0, 4.0), (0.8, 0.7, 0.9)], "faster at 1 (at best 3.00 times as fast: a), slower at 1 (at worst 0.80"),
+        ([(0.5, 0.5, 0.5), (0.8, 0.8, 0.8)], "slower at 2 (at worst 0.50 times as fast: a)"),
+        ([(1.2, 0.9, 1.3)], "neither at 1, where the difference lies within the spread of the samples"),
+    ],
+)
+def test_the_verdict_on_speed_follows_the_numbers_beyond_their_spread(ratios, said):
+    assert verdict([Ratio(*ratio, what) for ratio, what in zip(ratios, "ab")]).startswith(said)
 
 
-def test_the_verdict_on_speed_follows_the_numbers_beyond_their_spread():
-    faster = page.see_speed(timed(1.5, 3.0))
-    assert faster.startswith("Of 2 points") and "faster at 2, at best 3.00 times as fast (2 tokens in float32" in faster
-    mixed = page.see_speed(timed(3.0, 0.8))
-    assert "faster at 1" in mixed and "slower at 1, at worst 1.25 times the time (2 tokens in float32" in mixed
-    assert "faster" not in page.see_speed(timed(0.5, 0.8)) and page.see_speed([]) == "No sparse path was timed."
-    (sparse,) = timed(1.2)
+@pytest.mark.parametrize("spread, said", [(0.0, "faster at 1"), (0.2, "neither at 1")])
+def test_both_spreads_count_on_the_page(spread, said):
+    sparse = {"path": "twell", "dtype": "float32", "tokens": 1, "ms": 1.0, "dense_ms": 1.2, "x_dense": 1.2}
     dense = sparse | {"path": "dense eager", "ms": 1.2, "x_dense": 1.0, "spread": 0.3}
-    assert "faster at 1" in page.see_speed([sparse, dense])
-    said = page.see_speed([sparse | {"spread": 0.2}, dense])
-    assert "faster" not in said and "neither at 1, where the difference lies within the spread" in said
+    assert f"Of 1 point the sparse layer was, beside torch's dense one, {said}" in page.see_speed(
+        [sparse | {"spread": spread}, dense]
+    )
+    assert page.see_speed([]) == "No sparse path was timed."
 
 
 def test_what_was_said_fast_is_compared_where_a_layer_is_sparse():
     """The page once said "91 tokens a second, 151 with dense layers" of a model all of whose layers were dense."""
     texts = {"tokens_per_s": 91.0, "dense_tokens_per_s": 151.0, "same": True, "ratios": [0.5, 0.7]}
-    assert "151" not in page.said_fast(texts | {"layers": [{"choice": "dense"}] * 2})
-    said = page.said_fast(texts | {"layers": [{"choice": "dense"}, {"choice": "twell"}]})
-    assert (
-        said
-        == "91 tokens a second, 151 with dense layers (0.50 to 0.70 times as fast from turn to turn), the same text"
-    )
+    assert "151" not in said_fast(texts | {"layers": [{"choice": "dense"}] * 2})
+    said = said_fast(texts | {"layers": [{"choice": "dense"}, {"choice": "twell"}]})
+    assert said.startswith("91 tokens a second, 151 with dense layers (0.50 to 0.70 times as fast from turn to turn)")
 
 
 def test_the_verdict_on_the_loss_follows_the_numbers():
@@ -313,117 +332,3 @@ def test_the_verdict_on_the_loss_follows_the_numbers():
     assert "0.500 bits per byte worse" in seen((2.0, 2.5), (200.0, 10.0))
     assert "0.500 bits per byte better" in seen((2.5, 2.0), (200.0, 10.0))
     assert "as good as" in seen((2.0, 2.0), (200.0, 10.0)) and "did not fall" in seen((2.0, 2.0), (10.0, 200.0))
-
-
-# ---- running, elsewhere and interrupted ------------------------------------------------------------------
-
-
-# What a tour on a CPU has no use for; so has it for any compiler, be it for CUDA or C++.
-UNUSED = (
-    "cupy cupy_backends cupyx nvidia plotly pandas scipy transformers datasets tokenizers ipywidgets anywidget IPython"
-)
-
-
-def run_without(modules: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """The command in a process of its own in which these modules cannot be imported."""
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({modules.split()!r})); "
-        "from twell_lab.app.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-    )
-
-
-def test_a_tour_on_a_cpu_needs_only_what_it_uses(tmp_path):
-    done = run_without(
-        UNUSED, "tour", "--quick", "--text", TEXT, "--out", str(tmp_path), PATH="", CUDA_VISIBLE_DEVICES=""
-    )
-    assert done.returncode == 0, done.stderr
-    assert files(tmp_path) == {"tour.json", "index.html"} and "done in" in done.stdout
-    assert "[6/6]" in done.stderr and "%|" not in done.stderr  # a bar is for a terminal
-    assert done.stderr.startswith("tour: about three minutes")
-    assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
-
-
-def test_a_step_that_goes_on_says_so_where_there_is_no_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(tour, "_BEAT", 0.05)
-    with closing(tour._Steps(True)) as say:
-        say(1, "training")
-        time.sleep(0.3)
-    said = capsys.readouterr().err
-    assert said.startswith("[1/6] training\n[1/6] 0 s so far\n")
-    time.sleep(0.2)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_page_is_drawn_later_without_torch(trained, tmp_path, capsys):
-    assert cli.main(["tour", "--quick", "--record-only", "--text", TEXT, "--out", str(tmp_path)]) == 0
-    assert files(tmp_path) == {"tour.json"} and "bits per byte" in capsys.readouterr().out
-    drawn = run_without(
-        "torch cupy numpy", "tour", "--render", str(tmp_path / "tour.json"), "--out", str(tmp_path / "page")
-    )
-    assert drawn.returncode == 0, drawn.stderr
-    assert files(tmp_path / "page") == {"index.html"}
-    assert Loads((tmp_path / "page" / "index.html").read_text(encoding="utf-8")).figures == FIGURES
-
-
-@pytest.mark.parametrize("step", ["train", "let_speak"])
-def test_an_interrupted_tour_leaves_nothing_behind(trained, monkeypatch, tmp_path, capsys, step):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tour, step, stop)
-    assert cli.main(["tour", "--quick", "--text", TEXT, "--out", str(tmp_path / "out")]) == 130
-    assert files(tmp_path / "out") == set()
-    assert capsys.readouterr().err.splitlines()[-1] == "twell-lab: interrupted"
-
-
-def test_what_a_record_says_cannot_become_markup(taken):
-    notes = copy.deepcopy(taken[0].notes)
-    notes["tour"]["text"]["name"] = name = "<b>&amp;.txt"
-    drawn = page.render(dataclasses.replace(taken[0], notes=notes))
-    assert html.escape(name) in drawn and "<b>&amp;" not in drawn
-
-
-def test_a_page_that_fails_leaves_the_record(trained, monkeypatch, tmp_path):
-    def fail(*_):
-        raise RecordError("no page today")
-
-    monkeypatch.setattr(page, "render", fail)
-    assert cli.main(["tour", "--quick", "--text", TEXT, "--out", str(tmp_path)]) == 2
-    assert files(tmp_path) == {"tour.json"}
-
-
-@pytest.mark.parametrize(
-    "where, value",
-    [
-        (("seconds",), {"train": 10**400}),
-        (("tile",), {}),
-        (("packing", "layers", 0, "slots"), 0),
-    ],
-)
-def test_a_tour_that_is_none_inside_is_refused(taken, tmp_path, capsys, where, value):
-    notes = copy.deepcopy(taken[0].notes)
-    held = notes["tour"]
-    for step in where[:-1]:
-        held = held[step]
-    held[where[-1]] = value
-    (tmp_path / "tour.json").write_text(dataclasses.replace(taken[0], notes=notes).to_json())
-    assert cli.main(["tour", "--render", str(tmp_path / "tour.json"), "--out", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "is not as a tour writes it" in told and files(tmp_path) == {"tour.json"}
-
-
-def test_the_page_says_one_number_of_dead_neurons(taken):
-    """A profile in float32 may count others than the training did in bfloat16, on the same tokens."""
-    notes = copy.deepcopy(taken[0].notes)
-    for layer in notes["tour"]["profile"]["layers"]:
-        layer["dead"] += 1
-    dead = sum(notes["tour"]["runs"][page.WITH]["dead"])
-    assert dead == sum(row["runs"][1][2] for row in page.layer_table(notes["tour"]))
-    assert f" {dead} of the " in page.render(dataclasses.replace(taken[0], notes=notes))
