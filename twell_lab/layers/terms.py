@@ -124,17 +124,18 @@ def _reporting(told: list[tuple]) -> Callable:
 
 class LayerTerms(Sequence[LayerTerm]):
     """The terms of the forward passes so far, those of the first one first, each in the order of the model's layers:
-    passes are told apart by counting, which is wrong where a layer is skipped in one of several, or runs twice."""
+    passes are told apart by counting, which is wrong where a layer is skipped in one of several, or runs twice. told:
+    what each layer said in them, by its name."""
 
     def __init__(self, told: dict[str, list[tuple]], layers: list) -> None:
-        self._told, self._layers = told, layers
+        self.told, self._layers = told, layers
 
     def _all(self) -> list[LayerTerm]:
-        passes = zip_longest(*self._told.values())
-        return [LayerTerm(name, *term) for row in passes for name, term in zip(self._told, row) if term is not None]
+        passes = zip_longest(*self.told.values())
+        return [LayerTerm(name, *term) for row in passes for name, term in zip(self.told, row) if term is not None]
 
     def __len__(self) -> int:
-        return sum(map(len, self._told.values()))
+        return sum(map(len, self.told.values()))
 
     def __getitem__(self, at):
         return self._all()[at]
@@ -144,7 +145,7 @@ class LayerTerms(Sequence[LayerTerm]):
 
     def clear(self) -> None:
         """Forget them, as between the parts of a step."""
-        for told in self._told.values():
+        for told in self.told.values():
             told.clear()
 
     def finite(self) -> Tensor:

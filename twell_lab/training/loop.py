@@ -156,6 +156,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     # Compiling a validation would take longer than running it.
                     with autocast(config.dtype, world.device), torch.compiler.set_stance("force_eager"):
                         row["val_bits_per_byte"] = bits_per_byte(run.model, held_out, lengths)
+                    run.terms.clear()
                     if not math.isfinite(row["val_bits_per_byte"]):
                         raise run.diverged(f"the held-out loss is {row['val_bits_per_byte']}", step)
                 if not (silent or row["nnz"]):
