@@ -37,7 +37,7 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> 
     from ..models import published
     from ..models.tiny import LanguageModel
     from ..training.checkpoint import text_of
-    from ..training.text.prepared import PreparedText, load_any
+    from ..training.text.prepared import is_prepared, load_any
     from ..training.text.source import spread_windows
     from ..training.text.tokenizer import tokenizer_of
 
@@ -49,8 +49,7 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> 
             raise
     own = isinstance(model, LanguageModel)
     text = load_any(options.text, tokenizer=tokenizer_of(folder, model.config.vocabulary) if own else None)
-    prepared = isinstance(text, PreparedText)
-    seen = options.text is None or prepared or own and text.sha256 == text_of(folder).get("sha256")
+    seen = options.text is None or is_prepared(options.text) or own and text.sha256 == text_of(folder).get("sha256")
     part = text.split()[1] if seen else text
     if own:
         context, unit, ids = model.config.context, part.tokenizer.unit, part.tokens

@@ -70,7 +70,7 @@ def run(
         runs = {WITHOUT: dense, WITH: sparse}
 
         say(2, "profiling the sparse model on held-out text")
-        windows = spread_windows(words.split()[1].data, config.eval_windows, config.context)[:, :-1]
+        windows = spread_windows(words.split()[1].tokens, config.eval_windows, config.context)[:, :-1]
         firing = profile(sparse.model, windows.split(32))
 
         say(3, "packing its activations and checking that they come back")

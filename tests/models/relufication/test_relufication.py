@@ -48,7 +48,7 @@ def changed(model, **how):
 
 def train_on(model, steps, lr=3e-3, l1=0.0):
     """The docstring's loop; returns the neurons firing in the last five steps."""
-    data, order = standard_library().data[:300_000], torch.Generator().manual_seed(1)
+    data, order = standard_library().tokens[:300_000], torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
     fired = []
     for step in range(1, steps + 1):
@@ -68,7 +68,7 @@ def train_on(model, steps, lr=3e-3, l1=0.0):
 
 
 def loss_of(model):
-    tokens = random_windows(standard_library().data[:300_000], 64, 31, torch.Generator().manual_seed(2))
+    tokens = random_windows(standard_library().tokens[:300_000], 64, 31, torch.Generator().manual_seed(2))
     with torch.no_grad():
         return model(tokens, labels=tokens).loss.item()
 

@@ -43,7 +43,7 @@ def test_every_run_of_the_plan_is_made_once_and_at_the_best_rate(rows):
 
 
 def test_counts_are_those_of_the_profile_by_layer_position_and_byte(base):
-    model, text = initial_model(base), base.text.split()[1].data
+    model, text = initial_model(base), base.text.split()[1].tokens
     windows = spread_windows(text, base.eval_windows, base.context).clamp(97, 98)  # two bytes, none of them rare
     counted, profiled = sweep.who_fires(model, windows), profile(model, [windows[:, :-1]])
     starts, by_byte = [*counted["positions"]["start"], base.context], counted["bytes"]

@@ -14,7 +14,7 @@ from twell_lab.models.tiny import LanguageModel
 from twell_lab.training.config import learning_rate
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy, hidden_activations, l1_penalty
-from twell_lab.training.text.source import Text, random_windows
+from twell_lab.training.text.source import of_pieces, random_windows
 
 # The loss
 
@@ -53,7 +53,7 @@ def test_the_loss_of_the_history_is_cross_entropy_plus_l1_times_the_penalty(tiny
     config = tiny(l1=0.37, steps=1, seed=3)
     row = train(config, progress=False).history[0]
     model = initial_model(config)
-    windows = random_windows(some_text.split()[0].data, 4, 16, torch.Generator().manual_seed(3))
+    windows = random_windows(some_text.split()[0].tokens, 4, 16, torch.Generator().manual_seed(3))
     with hidden_activations(model) as hidden:
         scores = model(windows[:, :-1])
     chosen = scores.log_softmax(-1).gather(-1, windows[:, 1:, None])
@@ -164,4 +164,4 @@ def test_a_missing_device_is_named(tiny, missing):
 @pytest.mark.parametrize("size, words", [(100, "8 windows of 16 need at least 129"), (1, "at least 2")])
 def test_too_little_text_names_what_it_needs(tiny, size, words):
     with pytest.raises(TextError, match=words):
-        train(tiny(text=Text("short", "", torch.zeros(size, dtype=torch.uint8)), batch=8), progress=False)
+        train(tiny(text=of_pieces("short", [bytes(size)]), batch=8), progress=False)

@@ -157,7 +157,7 @@ def further(model: LanguageModel, text: Text, config: TrainConfig, held_out: Ten
     """
     device, draw = next(model.parameters()).device, torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.95))
-    data, history = text.split()[0].data, []
+    data, history = text.split()[0].tokens, []
     for step in range(1, config.steps + 1):
         if held_out is not None and step % 10 == 1:
             history.append({"step": step - 1, "bits": _bits(model, held_out)})

@@ -145,7 +145,7 @@ def train(text: Text, vocabulary: int) -> BPE:
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocabulary, show_progress=False, special_tokens=[], initial_alphabet=sorted(_alphabet().values())
     )
-    strings = _strings(text.data.cpu().numpy().tobytes(), text.starts)
+    strings = _strings(text.tokens.cpu().numpy().tobytes(), text.starts)
     tokenizer.train_from_iterator((piece for piece in strings if isinstance(piece, str)), trainer)
     trained = BPE(tokenizer.to_str())
     trained.name = f"BPE of {trained.vocabulary}, from {text.name}"
