@@ -572,7 +572,7 @@ def test_attention_is_cut_saved_swapped_and_taken_back(method, tmp_path):
     found = tl.thresholds(model, [batch], 0.5, method=method, attention=True)
     names = [one.name for one in found.projections]
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert all(abs(one.density - 0.5) < 0.05 for one in found.projections) and 0.45 < found.spared < 0.55
+    assert all(abs(one.density["input"] - 0.5) < 0.05 for one in found.projections) and 0.45 < found.spared < 0.55
     assert f"{len(names)} projections of attention" in str(found) and len(lossy_parts(found.apply(model))) > len(names)
     cut = answer(model)
     assert not torch.equal(cut, before)
