@@ -231,7 +231,7 @@ def test_one_field_of_a_file_of_records_is_read_where_it_is_named(capsys, tmp_pa
     for wrong in ("none.jsonl", "text.txt"):
         with pytest.raises(TextError, match="none.jsonl' .*No such file|a .jsonl or .csv file alone"):
             load_any(f"{tmp_path / wrong}?field=said")
-    assert load_any(f"{tmp_path / 'a.csv'}?field=said").data.numpy().tobytes().startswith(b"words, 0\n\nwords, 1\n\n")
+    assert load_any(f"{tmp_path / 'a.csv'}?field=said").tokens.numpy().tobytes().startswith(b"words, 0\n\nwords, 1\n\n")
 
 
 def test_what_is_no_text_and_no_ids_is_one_line(capsys, tmp_path):
