@@ -82,15 +82,21 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.of_scores = F.cross_entropy
-        self._asking = ExitStack()
-        self.terms = self._asking.enter_context(layer_terms(model))
+        self._reporting = ExitStack()
+        self.terms = self._reporting.enter_context(layer_terms(model))
         self.told = [*self.terms.told.values()]
+        modules = [layer.module for layer in firing_layers(model)]
+        self.sparse = [(one, told) for one, told in zip(modules, self.told) if isinstance(one, SparseFFN)]
 
     def forward(self, windows: Tensor, l1: Tensor | None) -> tuple[Tensor, ...]:
         """Return the loss of int64 windows [batch, context + 1], a scalar with gradient; and without gradient:
         cross-entropy and penalty, [2]; then l1, nnz, and what layers.terms.LayerTerm has as lost, light and heavy, by
         layer, float32 [layers] each. l1: the coefficient, a scalar; None for no penalty."""
+        for layer, told in self.sparse:
+            layer.tell(told)
         ce = cross_entropy(self.model, windows, of_scores=self.of_scores)
+        for layer, _ in self.sparse:
+            layer.tell(None)  # a validation takes the paths of inference
         terms = [LayerTerm("", *told.pop()) for told in self.told]
         penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(term.l1 for term in terms) / len(terms))
         none, rows = torch.zeros_like(terms[0].nnz), []

@@ -164,12 +164,6 @@ def cost(row: dict, rows: list[dict]) -> float:
     return row["validation_bits_per_byte"] / base["validation_bits_per_byte"] - 1
 
 
-def best_sparse(rows: list[dict], zeros: float = 0.97) -> dict | None:
-    """Return the run with the lowest loss among those with at least this share of zeros; None without one."""
-    sparse = [row for row in rows if row["zeros"] >= zeros]
-    return min(sparse, key=lambda row: row["validation_bits_per_byte"], default=None)
-
-
 def seed_spread(rows: list[dict]) -> float | None:
     """Return by how much another seed alone changes the twin's loss, as a share of it; None without one."""
     seeds = [abs(cost(row, rows)) for row in rows if row["label"].startswith("seed ")]

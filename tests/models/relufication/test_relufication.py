@@ -202,9 +202,9 @@ def activations(model):
     }
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "OPT", "Gemma3"])
-def test_a_relufied_model_is_the_same_once_it_is_loaded_again(family, tmp_path):
-    model = of(family, **OPT if family == "OPT" else {})
+def test_of_several_parts_the_text_model_alone_is_changed_and_loaded_again(tmp_path):
+    """tests/layers/test_families.py loads every family again."""
+    model = of("Gemma3")
     before = answer(model)
     names = list(relus(relufy(model)))
     assert len(names) == 2 and not any("vision" in name for name in names)
@@ -212,15 +212,6 @@ def test_a_relufied_model_is_the_same_once_it_is_loaded_again(family, tmp_path):
     assert not torch.equal(after, before)
     again = reloaded(model, tmp_path)
     assert torch.equal(answer(again), after) and activations(again) == activations(model)
-
-
-@pytest.mark.parametrize("family, layers", [("Qwen2Moe", 4), ("DeepseekV3", 3)])
-def test_routed_experts_are_changed_with_the_others_that_share_the_field(family, layers, tmp_path):
-    model = of(family)
-    before, kinds = answer(model), activations(model)
-    assert changed(model) == layers and model.config.hidden_act == "relu" and not torch.equal(answer(model), before)
-    again = reloaded(model, tmp_path)
-    assert activations(again) == activations(model) != kinds and torch.equal(answer(again), answer(model))
 
 
 @pytest.mark.parametrize("family", ["Qwen2Moe", "DeepseekV3"])

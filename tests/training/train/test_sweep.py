@@ -84,11 +84,6 @@ def test_the_twin_is_the_best_without_l1_and_the_cost_is_a_share_of_its_loss():
     assert sweep.seed_spread(FAKES) == pytest.approx(0.005) and sweep.seed_spread(FAKES[:4]) is None
 
 
-@pytest.mark.parametrize("zeros, label", [(0.97, "L1 1"), (0.985, "L1 2"), (0.999, None)])
-def test_the_best_sparse_run_has_the_zeros_and_then_the_lowest_loss(zeros, label):
-    assert (sweep.best_sparse(FAKES, zeros) or {"label": None})["label"] == label
-
-
 @pytest.mark.parametrize(
     "nnz, part, moved",
     [([90] * 9 + [8] * 3, 0.25, 0), ([9] * 12 + [6] * 3 + [3] * 3, 0.5, 3 / 9 - 1), ([0] * 12, 0.25, 0)],
