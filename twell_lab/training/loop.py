@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ..analysis.profile import profile
 from ..analysis.running import vocabulary_of
-from ..core import InputError
+from ..core import InputError, optional
 from ..models.published import folder_of
 from ..models.tiny import LanguageModel
 from . import checkpoint, parallel, start
@@ -33,7 +33,7 @@ from .parallel import World
 from .run import Run, stopping
 from .text.prepared import load_any
 from .text.source import check_enough, spread_windows
-from .text.tokenizer import optional, tokenizer_of
+from .text.tokenizer import tokenizer_of
 
 SAVE_EVERY = 300.0  # seconds between two checkpoints, at least, unless the config says after how many steps
 SAVE_SHARE = 10  # and at least so many times as long as the last one took to save

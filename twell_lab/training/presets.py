@@ -18,10 +18,9 @@ from contextlib import suppress
 from typing import get_type_hints
 
 from .. import records
-from ..core import InputError, read_file
+from ..core import InputError, optional, read_file
 from ..models.tiny import ModelConfig, parameters
 from .config import TrainConfig
-from .text.tokenizer import optional
 
 BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is trained on the text
 

@@ -23,9 +23,9 @@ from urllib.parse import parse_qsl
 import torch
 from torch import Tensor
 
-from ...core import InputError, TextError, TwellError
+from ...core import InputError, TextError, TwellError, optional
 from . import tokenizer as tokenizers
-from .tokenizer import BYTES, CHUNK, Tokenizer, optional, pieces
+from .tokenizer import BYTES, CHUNK, Tokenizer, pieces
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
