@@ -35,8 +35,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 class TrainConfig:
     """What to train, on what, and how long. A wrong value raises InputError that names the field.
 
-    The fields below are also the options of `twell-lab train`, whose help is read from here. The comment at
-    TOUR, at the end of twell_lab/training/loop.py, says what the defaults give, and what else was tried.
+    The fields below are also the options of `twell-lab train`, whose help is read from here.
 
     What it begins with:
         from_: a folder of a model to train further, or its name on the Hub: one of this project, or one of transformers
