@@ -423,12 +423,12 @@ class Thresholds(Saved):
             delattr(config, CONFIG)
         return model
 
-    def loss(self, model: nn.Module, windows: Tensor, *, bytes_per_token: float | None = None) -> LossChange:
+    def loss(self, model: nn.Module, windows: Tensor) -> LossChange:
         """Measure what these thresholds cost: the loss of the model without and with them, on the same windows.
 
         model: a causal language model, with these thresholds on it or none; left as it was. windows: int64 [n, length],
-        two or more, on text that was not calibrated on. bytes_per_token: of the text, to have bits a byte as well.
-        InputError as `apply`, for other windows, and for other thresholds on the model."""
+        two or more, on text that was not calibrated on. InputError as `apply`, for other windows, and for other
+        thresholds on the model."""
         what = f"{windows.dtype} {list(windows.shape)}" if isinstance(windows, Tensor) else type(windows).__name__
         if not what.startswith("torch.int64") or windows.dim() != 2 or min(windows.shape) < 2:
             raise InputError(f"windows is {what}; accepted: int64 [n, length], two or more windows and tokens in each")
@@ -441,7 +441,7 @@ class Thresholds(Saved):
             without = losses(self.remove(model), windows)
         finally:
             (self.apply if before else self.remove)(model)
-        return LossChange.of(without, with_them, windows.shape[1] - 1, bytes_per_token)
+        return LossChange.of(without, with_them, windows.shape[1] - 1)
 
     def _pairs(self, model: nn.Module) -> list[tuple[LayerThresholds, FeedForward]]:
         """Return the thresholds beside the model's layers that they are for. InputError for another model."""
@@ -496,8 +496,7 @@ def _check_dense(model: nn.Module) -> None:
 @dataclass(frozen=True)
 class LossChange:
     """The loss of a model with and without thresholds, in nats a token, on the same windows: both means, and that of
-    the difference, with 1.96 standard errors of it on either side (low, high: 95%, over windows). bytes_per_token: of
-    the text, None where it was not said."""
+    the difference, with 1.96 standard errors of it on either side (low, high: 95%, over windows)."""
 
     dense: float
     thresholded: float
@@ -506,32 +505,22 @@ class LossChange:
     high: float
     windows: int
     tokens: int
-    bytes_per_token: float | None = None
 
     @classmethod
-    def of(cls, dense: Tensor, thresholded: Tensor, each: int, bytes_per_token: float | None = None) -> LossChange:
+    def of(cls, dense: Tensor, thresholded: Tensor, each: int) -> LossChange:
         """Compare the losses of two or more windows, float64 [n], of `each` predicted tokens."""
         difference, n = thresholded - dense, len(dense)
         change, reach = difference.mean().item(), 1.96 * difference.std().item() / math.sqrt(n)
         means = dense.mean().item(), thresholded.mean().item()
-        return cls(*means, change, change - reach, change + reach, n, n * each, bytes_per_token)
-
-    @property
-    def bits_per_byte(self) -> tuple[float, float] | None:
-        """Return (dense, thresholded) in bits a byte of text."""
-        if self.bytes_per_token is None:
-            return None
-        return tuple(nats / math.log(2) / self.bytes_per_token for nats in (self.dense, self.thresholded))
+        return cls(*means, change, change - reach, change + reach, n, n * each)
 
     def as_dict(self) -> dict:
-        """Return plain data, with `bits_per_byte` and what this is."""
-        return {**asdict(self), "bits_per_byte": self.bits_per_byte, "label": LOSSY}
+        """Return plain data, with what this is."""
+        return {**asdict(self), "label": LOSSY}
 
     def __str__(self) -> str:
-        bits = self.bits_per_byte
-        bits = f" ({bits[0]:.4g} to {bits[1]:.4g} bits a byte)" if bits else ""
         return (
-            f"loss {self.dense:.4g} nats a token as it was, {self.thresholded:.4g} with thresholds{bits}: "
+            f"loss {self.dense:.4g} nats a token as it was, {self.thresholded:.4g} with thresholds: "
             f"{self.change:+.4g} ({self.low:+.4g} to {self.high:+.4g}, 95% over {self.windows:,} windows); lossy"
         )
 
