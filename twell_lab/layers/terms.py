@@ -55,16 +55,6 @@ def light_and_heavy(fired: Tensor, d_ff: int) -> tuple[Tensor, Tensor]:
     return fired.masked_fill(heavy, 0).float().mean(), heavy.float().mean()
 
 
-def layer_l1(h: Tensor) -> Tensor:
-    """Sum |h| over neurons, and average over tokens: [..., d_ff] -> a scalar, summed in float32 at least."""
-    return h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / h[..., 0].numel()
-
-
-def layer_nnz(h: Tensor) -> Tensor:
-    """Count neurons with h != 0 at a token, averaged over tokens: [..., d_ff] -> a float32 scalar."""
-    return torch.count_nonzero(h) / h[..., 0].numel()
-
-
 # ---- a SparseFFN that learns, and reports
 
 
@@ -89,9 +79,11 @@ def learn(layer: nn.Module, x: Tensor, weights: tuple, path) -> Tensor:
 
 
 def of_hidden(h: Tensor) -> tuple[Tensor, ...]:
-    """Return the report of a layer whose hidden values are h [..., d_ff]."""
+    """Return the report of a layer whose hidden values are h [..., d_ff]: l1, summed in float32 at least, and nnz."""
     _refuse_reentrant()
-    return layer_l1(h), layer_nnz(h.detach())
+    tokens = h[..., 0].numel()
+    l1 = h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / tokens
+    return l1, torch.count_nonzero(h.detach()) / tokens
 
 
 def _refuse_reentrant() -> None:

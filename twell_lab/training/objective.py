@@ -4,18 +4,16 @@ L1's coefficient rises over the steps, its schedule, is `l1_coefficient` of `con
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..analysis.running import vocabulary_of
-from ..core import InputError
 from ..layers.find import firing_layers
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.terms import LayerTerm, layer_l1, layer_terms
+from ..layers.terms import LayerTerm, layer_terms
 
 EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
 EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
@@ -47,29 +45,6 @@ def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = No
         nats = sum(cross_entropy(model, some) * len(some) for some in windows.split(eval_batch(model, windows)))
     bits = (nats / len(windows)).item() / math.log(2)
     return bits if lengths is None else bits / lengths.to(windows.device)[windows[:, 1:]].double().mean().item()
-
-
-def l1_penalty(hidden: list[Tensor]) -> Tensor:
-    """Return the sum over neurons of |h|, averaged over tokens and layers. hidden: one tensor [..., d_ff] a layer."""
-    return sum(map(layer_l1, hidden)) / len(hidden)
-
-
-@contextmanager
-def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
-    """A context with a list, to which each forward pass appends what enters the down projection of every layer.
-
-    The tensors [..., d_ff] carry gradients, so a penalty on them reaches the weights. InputError for a layer swapped by
-    `sparsify`, which never computes such a tensor."""
-    layers = firing_layers(model)
-    if swapped := [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]:
-        raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
-    hidden: list[Tensor] = []
-    hooks = [layer.down.register_forward_pre_hook(lambda module, args: hidden.append(args[0])) for layer in layers]
-    try:
-        yield hidden
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Objective(nn.Module):

@@ -9,12 +9,11 @@ from tests.layers.models_of import LATENT
 from tests.threads import one_thread  # noqa: F401
 from twell_lab.core import InputError
 from twell_lab.layers.find import feed_forwards
-from twell_lab.layers.terms import layer_nnz
+from twell_lab.layers.terms import layer_terms
 from twell_lab.models.relufy import relufy
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, SquaredReLU
-from twell_lab.training.objective import hidden_activations, l1_penalty
 from twell_lab.training.text.source import random_windows, standard_library
 
 
@@ -54,10 +53,10 @@ def train_on(model, steps, lr=3e-3, l1=0.0):
     for step in range(1, steps + 1):
         tokens = random_windows(data, 8, 31, order)
         if relus(model):
-            with hidden_activations(model) as hidden:
+            with layer_terms(model) as terms:
                 loss = model(tokens, labels=tokens).loss
-            fired.append(sum(layer_nnz(h).item() for h in hidden) / len(hidden))
-            loss = loss + l1 * min(1.0, step / 20) * l1_penalty(hidden)
+            fired.append(sum(term.nnz.item() for term in terms) / len(terms))
+            loss = loss + l1 * min(1.0, step / 20) * sum(term.l1 for term in terms) / len(terms)
         else:
             loss = model(tokens, labels=tokens).loss
         loss.backward()

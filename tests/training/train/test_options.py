@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.training.train.small_runs import SMALL
+from tests.training.train.small_runs import SMALL, hidden_values
 from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.app import options as options_module
@@ -26,7 +26,7 @@ from twell_lab.ops import train as operator
 from twell_lab.training import run as running
 from twell_lab.training.config import TrainResult, l1_coefficient
 from twell_lab.training.loop import initial_model, train
-from twell_lab.training.objective import Objective, bits_per_byte, cross_entropy, hidden_activations
+from twell_lab.training.objective import Objective, bits_per_byte, cross_entropy
 from twell_lab.training.text.prepared import load_any
 from twell_lab.training.text.source import of_pieces, random_windows, spread_windows
 
@@ -173,7 +173,7 @@ def test_the_dead_are_those_that_did_not_fire_within_the_window(tiny, some_text)
     fired = []
     for row in rows:
         windows = random_windows(some_text.split()[0].tokens, 4, 16, order)
-        with hidden_activations(model) as hidden:
+        with hidden_values(model) as hidden:
             model(windows[:, :-1])
         fired.append([(h != 0).flatten(0, 1).any(0) for h in hidden])
         assert row["dead_layers"] == [int((~layer).sum()) for layer in fired[-1]]  # 64 tokens a step, a window of 60
