@@ -55,6 +55,19 @@ class RecordError(TwellError, ValueError):
     """A file of results that cannot be read or written, lacks a field, or does not belong to these kernels."""
 
 
+# ---- packages ----
+
+
+def optional(module: str, what: str, package: str | None = None) -> Any:
+    """Import an optional package. what: what needs it, for the message of a StackError where it is not installed.
+    package: its name on the index, unless that is the module's."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = package or module
+        raise StackError(f"{what} needs the {package} library: pip install {package}") from None
+
+
 # ---- files ----
 
 WHOLE = 2**63  # tensors hold whole numbers below this one

@@ -64,7 +64,7 @@ def torchrun(*arguments, processes=2, **options):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.py"
-    path.write_bytes(standard_library().data[:1_000_000].numpy().tobytes())
+    path.write_bytes(standard_library().tokens[:1_000_000].numpy().tobytes())
     return TrainConfig(
         steps=24,
         batch=16,

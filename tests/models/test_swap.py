@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 
 import twell_lab as tl
 from tests.layers import models_of
@@ -259,21 +258,10 @@ def not_finite(model, mlp):
     mlp.up_proj.weight[2, 3] = torch.nan
 
 
-def frozen(t):
-    return nn.Parameter(t, requires_grad=False)
-
-
+# tests/layers/test_find.py has more reasons.
 DENSE = {
-    "hooked": (lambda model, mlp: mlp.down_proj.register_forward_hook(lambda *_: None), "has hooks"),
     "LoRA": (lora, "merge adapters"),
-    "parametrized": (lambda model, mlp: parametrizations.weight_norm(mlp.up_proj), "nor parametrized"),
     "scaled": (scaled, "does not compute"),
-    "float64": (lambda model, mlp: mlp.double(), "float64"),
-    "a bias of another dtype": (
-        lambda model, mlp: setattr(mlp.up_proj, "bias", frozen(torch.ones(300).half())),
-        "torch.float16 on cpu",
-    ),
-    "two devices": (lambda model, mlp: mlp.up_proj.to("meta"), "on one device"),
     "another activation": (lambda model, mlp: setattr(mlp, "act_fn", nn.SiLU()), "SiLU"),
     "not finite": (not_finite, "up holds a value that is not finite"),
 }
@@ -356,16 +344,6 @@ def test_a_copy_shares_nothing_with_its_model(how):
     assert torch.equal(answer(model), expected) and not answer(twin).any()
     tl.densify(twin)
     assert len(sparse(model)) == 3 and torch.equal(answer(model), expected)
-
-
-@pytest.mark.parametrize("name", ["Llama", "OPT", "GPT-2", "Mixtral"])
-def test_a_saved_model_is_a_dense_one(name, tmp_path):
-    model = MODELS[name]()
-    expected = answer(model)
-    tl.sparsify(model, "twell").save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path).eval()
-    assert sparse(again) == []
-    torch.testing.assert_close(answer(again), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_tied_weights_keep_their_order():

@@ -41,14 +41,13 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> 
     one that training saved in its folder, or as bytes."""
     from ..models import published
     from ..training.checkpoint import text_of
-    from ..training.text.prepared import PreparedText, load_any
+    from ..training.text.prepared import is_prepared, load_any
     from ..training.text.source import spread_windows
     from ..training.text.tokenizer import tokenizer_of
 
     folder, model, own = opened(options.model)
     text = load_any(options.text, tokenizer=tokenizer_of(folder, model.config.vocabulary) if own else None)
-    prepared = isinstance(text, PreparedText)
-    seen = options.text is None or prepared or own and text.sha256 == text_of(folder).get("sha256")
+    seen = options.text is None or is_prepared(options.text) or own and text.sha256 == text_of(folder).get("sha256")
     part = text.split()[1] if seen else text
     if own:
         context, unit, ids = model.config.context, part.tokenizer.unit, part.tokens

@@ -5,6 +5,7 @@ tl.sparsify take by name. Imports torch only when one of them runs."""
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -141,17 +142,20 @@ def thresholds(options: argparse.Namespace) -> Answer:
     model.requires_grad_(False)
     # Every second window is calibrated on; the loss is measured on those between them.
     chosen = choose(model, windows[::2].split(32), options.sparsity, method=options.method, greedy=options.greedy)
-    own = isinstance(model, LanguageModel)  # which predicts tokens whose bytes are known
-    width = part.tokenizer.lengths[windows[1::2, 1:]].double().mean().item() if own else None
-    cost = chosen.loss(model, windows[1::2], bytes_per_token=width)
+    cost, bits, change = chosen.loss(model, windows[1::2]), None, ""
+    if isinstance(model, LanguageModel):  # which predicts tokens whose bytes are known
+        width = part.tokenizer.lengths[windows[1::2, 1:]].double().mean().item()
+        bits = [nats / math.log(2) / width for nats in (cost.dense, cost.thresholded)]
+        change = f"; {bits[0]:.4g} to {bits[1]:.4g} bits a byte"
     value = {"model": str(options.model), "text": part.name, "greedy": options.greedy, "thresholds": chosen.table()}
     value |= {key: getattr(chosen, key) for key in ("method", "sparsity", "tokens", "spared")}
-    said = f"{chosen}\nthresholds: {cost}; of {part.name}, every second window was calibrated on, the others measured"
+    how = f"of {part.name}, every second window was calibrated on, the others measured"
+    said = f"{chosen}\nthresholds: {cost}{change}; {how}"
     if options.out is not None:
         chosen.save(options.out)
         line = f"tl.Thresholds.load({str(options.out)!r}).apply(tl.load({str(options.model)!r}))"
         said += f"\nthresholds: in Python:\n  {line}"
-    return Answer(value | {"loss": cost.as_dict()}, said)
+    return Answer(value | {"loss": cost.as_dict() | {"bits_per_byte": bits}}, said)
 
 
 def predict(options: argparse.Namespace) -> Answer:

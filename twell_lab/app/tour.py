@@ -64,7 +64,7 @@ def run(text: str | None = None, out: Path = Path("build/tour"), quick: bool = F
     step("train with L1", f"training the same model with an L1 penalty of {config.l1:g}")
     sparse = runs[WITH] = train(config)
     step("profile", "profiling the sparse model on held-out text")
-    windows = spread_windows(words.split()[1].data, config.eval_windows, config.context)[:, :-1]
+    windows = spread_windows(words.split()[1].tokens, config.eval_windows, config.context)[:, :-1]
     firing = profile(sparse.model, windows.split(32))
     step("pack", "packing its activations and checking that they come back")
     packing, tile = pack_layers(sparse, spread(windows, _PACKED_TOKENS))

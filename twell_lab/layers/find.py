@@ -28,6 +28,7 @@ from .parts import (
     parts_of,
     uncompiled,
 )
+from .probe import check_all, difference, title, whole_of
 
 Only = Callable[[str, nn.Module], bool]
 
@@ -123,8 +124,6 @@ def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedFor
 def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
     """Return the layers that can be sparse, swapped ones among them, and by name why each other module with the parts
     of one stays dense; of a module of routed experts that is said once."""
-    from .probe import whole_of
-
     layers: list[FeedForward] = []
     reasons: dict[str, str] = {}
     asked: dict[nn.Module, tuple[str | None, bool]] = {}
@@ -148,8 +147,6 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
 
 def sound(layers: list[FeedForward]) -> list[FeedForward]:
     """Return those of these layers that compute what their parts say (probe). InputError where none does."""
-    from .probe import check_all, difference, whole_of
-
     modules = dict(whole_of(layer.name, layer.module) for layer in layers if not isinstance(layer.module, StandIn))
     wrong = {name for name, module in modules.items() if difference(module) is not None}
     chosen = [layer for layer in layers if whole_of(layer.name, layer.module)[0] not in wrong]
@@ -173,8 +170,6 @@ def only_dense(found: FeedForward) -> str:
 def examine(module: nn.Module) -> tuple[str | None, bool]:
     """Return why a module stays dense, None if it can be swapped; and whether up goes through its ReLU as well
     (Bamboo's and TurboSparse's dReLU)."""
-    from .probe import difference, whole_of
-
     if (reason := _unreadable(module)) is not None:
         return reason, False
     parts, whole = parts_of(module), whole_of("", module)[1]
@@ -320,8 +315,6 @@ def replaced(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
 
 def other_layers(model: nn.Module) -> str:
     """Return what a model without a ReLU feed-forward layer has instead, and what to do about it."""
-    from .probe import title
-
     for name, module in candidates(model):
         if isinstance(module, Expert) or named_family(module) is not None:
             return f"{title(name, module)} {_unreadable(module)}"

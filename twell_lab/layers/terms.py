@@ -55,16 +55,6 @@ def light_and_heavy(fired: Tensor, d_ff: int) -> tuple[Tensor, Tensor]:
     return fired.masked_fill(heavy, 0).float().mean(), heavy.float().mean()
 
 
-def layer_l1(h: Tensor) -> Tensor:
-    """Sum |h| over neurons, and average over tokens: [..., d_ff] -> a scalar, summed in float32 at least."""
-    return h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / h[..., 0].numel()
-
-
-def layer_nnz(h: Tensor) -> Tensor:
-    """Count neurons with h != 0 at a token, averaged over tokens: [..., d_ff] -> a float32 scalar."""
-    return torch.count_nonzero(h) / h[..., 0].numel()
-
-
 # ---- a SparseFFN that learns, and reports
 
 
@@ -116,9 +106,11 @@ def _reported(layer: nn.Module, y: Tensor, l1: Tensor, facts: Tensor, d_ff: int)
 
 
 def of_hidden(h: Tensor) -> tuple[Tensor, ...]:
-    """Return the report of a layer whose hidden values are h [..., d_ff]."""
+    """Return the report of a layer whose hidden values are h [..., d_ff]: l1, summed in float32 at least, and nnz."""
     _refuse_reentrant()
-    return layer_l1(h), layer_nnz(h.detach())
+    tokens = h[..., 0].numel()
+    l1 = h.abs().sum(dtype=torch.promote_types(h.dtype, torch.float32)) / tokens
+    return l1, torch.count_nonzero(h.detach()) / tokens
 
 
 def _refuse_reentrant() -> None:
@@ -151,17 +143,18 @@ def _reporting(told: list[tuple]) -> Callable:
 
 class LayerTerms(Sequence[LayerTerm]):
     """The terms of the forward passes so far, those of the first one first, each in the order of the model's layers:
-    passes are told apart by counting, which is wrong where a layer is skipped in one of several, or runs twice."""
+    passes are told apart by counting, which is wrong where a layer is skipped in one of several, or runs twice. told:
+    what each layer said in them, by its name."""
 
     def __init__(self, told: dict[str, list[tuple]], layers: list) -> None:
-        self._told, self._layers = told, layers
+        self.told, self._layers = told, layers
 
     def _all(self) -> list[LayerTerm]:
-        passes = zip_longest(*self._told.values())
-        return [LayerTerm(name, *term) for row in passes for name, term in zip(self._told, row) if term is not None]
+        passes = zip_longest(*self.told.values())
+        return [LayerTerm(name, *term) for row in passes for name, term in zip(self.told, row) if term is not None]
 
     def __len__(self) -> int:
-        return sum(map(len, self._told.values()))
+        return sum(map(len, self.told.values()))
 
     def __getitem__(self, at):
         return self._all()[at]
@@ -171,7 +164,7 @@ class LayerTerms(Sequence[LayerTerm]):
 
     def clear(self) -> None:
         """Forget them, as between the parts of a step."""
-        for told in self._told.values():
+        for told in self.told.values():
             told.clear()
 
     def finite(self) -> Tensor:

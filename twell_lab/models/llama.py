@@ -135,15 +135,19 @@ def tokenizer_files(tokenizer: str | None, vocabulary: int, context: int) -> dic
     return {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
 
 
+def alphabet() -> list[str]:
+    """Return the character by which byte-level tokenizers since GPT-2 write each byte: Latin-1's for the printable
+    ones, and for the others, in order, the characters from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
 def bytes_tokenizer() -> str:
     """Return a tokenizer.json whose tokens are bytes: a byte-level BPE without merges. A token's number is the value of
     its byte; 0 is EDGE."""
-    # How byte-level tokenizers write a byte: as Latin-1 if that is printable, otherwise as a character from U+0100 on.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    written = {byte: byte for byte in printable} | {byte: 256 + place for place, byte in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    vocabulary = {chr(written[byte]) if byte else EDGE: byte for byte in range(256)}
+    vocabulary = {character if byte else EDGE: byte for byte, character in enumerate(alphabet())}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     fields = {
         "version": "1.0",

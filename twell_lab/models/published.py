@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..analysis.saved import read
-from ..core import InputError, RecordError, StackError, read_json
+from ..core import InputError, RecordError, StackError, optional, read_json
 from ..ops import clock
 from .thresholds import CONFIG, Thresholds
 from .tiny import LanguageModel
@@ -77,10 +77,7 @@ def folder_of(name: str | os.PathLike, revision: str | None = None) -> Path:
         raise InputError(
             f"there is no folder {shown!r:.200}; accepted: one, or a repository's name such as 'owner/name'"
         )
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise StackError("loading from the Hub needs huggingface_hub: pip install huggingface_hub") from None
+    snapshot_download = optional("huggingface_hub", "loading from the Hub").snapshot_download
     try:
         small = Path(snapshot_download(shown, revision=revision, allow_patterns="*.json"))
         if (small / "config.json").is_file():
@@ -141,11 +138,7 @@ def _check_kind(folder: Path, entries: dict) -> None:
 
 
 def _transformers():
-    try:
-        import transformers
-    except ImportError:
-        raise StackError("loading this model needs transformers: pip install transformers") from None
-    return transformers
+    return optional("transformers", "loading this model")
 
 
 def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -> nn.Module:

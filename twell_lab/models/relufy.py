@@ -8,9 +8,10 @@ A recipe after Mirzadeh et al., "ReLU Strikes Back" (arXiv 2310.04564), and ProS
 3. Then, or along with it after a delay, add L1 on the hidden activations, grown linearly from 0 (TrainConfig's l1_delay
    and l1_warmup), which leaves many fewer neurons firing:
 
-       with hidden_activations(model) as hidden:                  # twell_lab.training.objective
+       with twell_lab.layer_terms(model) as terms:
            loss = model(tokens, labels=tokens).loss
-       loss = loss + l1 * max(0.0, min(1.0, (step - 500) / 500)) * l1_penalty(hidden)
+       penalty = sum(term.l1 for term in terms) / len(terms)
+       loss = loss + l1 * max(0.0, min(1.0, (step - 500) / 500)) * penalty
 
 4. `twell_lab.profile` says how sparse the layers are, `twell_lab.sparsify` swaps them."""
 

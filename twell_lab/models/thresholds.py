@@ -22,7 +22,7 @@ inputs) over the multiplications that it spares, until the mean, by multiplicati
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -41,7 +41,7 @@ from ..layers.experts import experts_of
 from ..layers.families import accepted
 from ..layers.find import FeedForward, Only, check_model, cut_places, selected
 from ..layers.lossy import HIDDEN, INPUT, ThresholdedActivation, ThresholdedInput, lossy_parts
-from ..layers.parts import Projection, named_family, parts_of, put, uncompiled
+from ..layers.parts import named_family, parts_of, put, uncompiled
 from ..layers.probe import check_all, title
 from ..layers.sparse_ffn import SparseFFN
 
@@ -86,12 +86,13 @@ class Histogram:
 
 
 class LayerCalibration:
-    """What one feed-forward layer did on the calibration batches. sites: a Histogram of each place where values may be
-    zeroed. rows: up to ROWS of the layer's inputs, [n, d_model], each as likely as any other."""
+    """What one feed-forward layer, or a projection `alone`, did on the calibration batches. sites: a Histogram of each
+    place where values may be zeroed. rows: of a layer, up to ROWS of its inputs, [n, d_model], each as likely as any
+    other."""
 
     def __init__(self, layer: FeedForward, method: str) -> None:
-        self.layer, self.name, self.tokens = layer, layer.name, 0
-        self.sites = {site: Histogram() for site in SITES[method]}
+        self.layer, self.name, self.tokens, self.alone = layer, layer.name, 0, layer.up is layer.down
+        self.sites = {site: Histogram() for site in ((INPUT,) if self.alone else SITES[method])}
         self.scales = _scales(method, layer)
         self.rows = layer.up.weight.new_empty(0, layer.up.weight.shape[1])
         self._draw = torch.Generator("cpu").manual_seed(0)
@@ -100,16 +101,16 @@ class LayerCalibration:
     @torch.no_grad()
     def add(self, x: Tensor, gate: Gate, rows: Rows) -> None:
         """Count what one forward of the layer gives; as analysis.running.run calls it."""
-        x, first, up = rows.kept(x), rows.kept(gate(ALL)), self.layer.up
-        if not len(x):
-            return
-        values = {"input": x, "activation": self.layer.acts(first.clone())}  # it may work in place
-        if "hidden" in self.sites:
-            beside = 1 if self.layer.gate is None else F.linear(x, up.weight, up.bias)
-            values["hidden"] = values["activation"] * beside
-        for site, histogram in self.sites.items():
+        x, up, values = rows.kept(x), self.layer.up, {INPUT: rows.kept(x)}
+        if len(x) and not self.alone:
+            values["activation"] = self.layer.acts(rows.kept(gate(ALL)).clone())  # it may work in place
+            beside = 1 if self.layer.gate is None or HIDDEN not in self.sites else F.linear(x, up.weight, up.bias)
+            values[HIDDEN] = values["activation"] * beside
+        for site, histogram in self.sites.items() if len(x) else ():
             histogram.add(values[site] * self.scales[site], f"{self.name}, {site}")
         self.tokens += len(x)
+        if self.alone:
+            return
         fresh = torch.rand(len(x), generator=self._draw, dtype=torch.float64, device="cpu")
         keys, inputs = torch.cat([self._keys, fresh]), torch.cat([self.rows.to(x), x])
         best = keys.topk(min(ROWS, len(keys))).indices.sort().values
@@ -142,7 +143,7 @@ class LayerCalibration:
         """Return the thresholds for these sparsities of its places, and the error measured with all of them."""
         cut = {site: self.sites[site].threshold(share) for site, share in sparsities.items()}
         density = {site: self.sites[site].density(threshold) for site, threshold in cut.items()}
-        return LayerThresholds(self.name, *_shape(self.layer), cut, density, self.error(cut))
+        return LayerThresholds(self.name, *_shape(self.layer), cut, density, None if self.alone else self.error(cut))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +152,7 @@ class Calibration:
 
     method: str
     layers: list[LayerCalibration]
-    projections: dict[str, tuple[nn.Linear, Histogram]] = field(default_factory=dict)  # of attention, by name
+    projections: list[LayerCalibration] = field(default_factory=list)  # of attention
 
     @property
     def tokens(self) -> int:
@@ -187,11 +188,7 @@ class Calibration:
         """Return the thresholds for this sparsity; arguments as `thresholds` takes them."""
         shares = self.sparsities(sparsity, greedy=greedy)
         layers = [layer.at(sites) for layer, sites in zip(self.layers, shares)]
-        projections = []
-        for name, (linear, seen) in self.projections.items():
-            threshold = seen.threshold(sparsity)
-            shape = linear.in_features, linear.out_features
-            projections.append(ProjectionThreshold(name, *shape, threshold, seen.density(threshold)))
+        projections = [one.at({INPUT: sparsity}) for one in self.projections]
         return Thresholds(self.method, float(sparsity), greedy, self.tokens, layers, projections)
 
 
@@ -214,42 +211,37 @@ def calibrate(
         raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
     check_all((layer.name, layer.module) for layer in chosen)
     layers = [LayerCalibration(layer, method) for layer in chosen]
-    seen = {name: (linear, Histogram()) for name, linear in (_projections(model, chosen) if attention else {}).items()}
-    watched: list[tuple[FeedForward, Callable]] = [(layer.layer, layer.add) for layer in layers]
-    for name, (linear, histogram) in seen.items():
-        scale = _scale(method, linear)
-
-        def count(x: Tensor, gate: Gate, rows: Rows, name=name, histogram=histogram, scale=scale) -> None:
-            histogram.add(rows.kept(x) * scale, name)
-
-        watched.append((FeedForward(name, linear, None, linear, linear, None), count))
-    run(model, watched, batches)
+    projections = [LayerCalibration(one, method) for one in (_projections(model, chosen) if attention else ())]
+    run(model, [(one.layer, one.add) for one in (*layers, *projections)], batches)
     if idle := [layer.name for layer in layers if not layer.tokens]:
         raise InputError(f"{idle[0]!r} saw no token of the batches; accepted: one or more, or an `only` without it")
-    return Calibration(method, layers, {name: one for name, one in seen.items() if one[1].counts.any()})
+    return Calibration(method, layers, [one for one in projections if one.tokens])
 
 
 @torch.no_grad()
-def _scale(method: str, *projections: Projection | None) -> float | Tensor:
-    """Return what the inputs of these projections are multiplied by before they are compared: with "wina" the norms of
-    the columns of their weights, stacked, float32 [inputs], and 1 with other methods."""
-    if method != "wina":
-        return 1.0
-    norms = [torch.linalg.vector_norm(one.weight, dim=0, dtype=torch.float32) for one in projections if one is not None]
-    return torch.stack(norms).norm(dim=0)
-
-
 def _scales(method: str, layer: FeedForward) -> dict[str, float | Tensor]:
-    """Return `_scale` of each place of a layer."""
-    return {"activation": 1.0, INPUT: _scale(method, layer.gate, layer.up), HIDDEN: _scale(method, layer.down)}
+    """Return what the values of each place are multiplied by before they are compared: with "wina" the norms of the
+    columns that they meet, float32 [inputs], and 1 with other methods."""
+    if method != "wina":
+        return {"activation": 1.0, INPUT: 1.0, HIDDEN: 1.0}
+    gate, up, down = (
+        None if one is None else torch.linalg.vector_norm(one.weight, dim=0, dtype=torch.float32)
+        for one in (layer.gate, layer.up, layer.down)
+    )
+    return {"activation": 1.0, INPUT: up if gate is None else torch.stack([gate, up]).norm(dim=0), HIDDEN: down}
 
 
-def _projections(model: nn.Module, layers: list[FeedForward]) -> dict[str, nn.Linear]:
-    """Return the plain linear layers of the blocks that these layers are in, by name, without the layers' own."""
-    blocks = {layer.name.rpartition(".")[0] for layer in layers}
+def _linears(model: nn.Module) -> dict[str, FeedForward]:
+    """Return the plain linear layers of a model by name, each as a layer that is one projection alone."""
+    linears = ((name, module) for name, module in uncompiled(model).named_modules() if type(module) is nn.Linear)
+    return {name: FeedForward(name, module, None, module, module) for name, module in linears}
+
+
+def _projections(model: nn.Module, layers: list[FeedForward]) -> list[FeedForward]:
+    """Return the plain linear layers of the blocks that these layers are in, without the layers' own."""
+    blocks = tuple(f"{above}." for layer in layers if (above := layer.name.rpartition(".")[0]))
     own = {id(module) for layer in layers for module in (*layer.module.modules(), layer.gate, layer.up, layer.down)}
-    linears = ((name, m) for name, m in uncompiled(model).named_modules() if type(m) is nn.Linear and id(m) not in own)
-    return {name: m for name, m in linears if any(block and name.startswith(f"{block}.") for block in blocks)}
+    return [one for name, one in _linears(model).items() if name.startswith(blocks) and id(one.module) not in own]
 
 
 def thresholds(
@@ -301,13 +293,16 @@ def _matrices(site: str, gated: bool) -> int:
 
 def _shape(layer: FeedForward) -> tuple[int, int, bool, str]:
     """Return d_model, d_ff, gated and activation, as LayerThresholds has them."""
-    return (*reversed(layer.up.weight.shape), layer.gate is not None, kind_of(layer.acts))
+    kind = "" if layer.acts is None else kind_of(layer.acts)
+    return (*reversed(layer.up.weight.shape), layer.gate is not None, kind)
 
 
 @dataclass(frozen=True)
 class LayerThresholds:
     """The thresholds of one layer, by place (SITES); the density that they leave there on the calibration batches; and
-    the relative error of the layer's output, measured on some of its inputs. activation: what the model calls it."""
+    the relative error of the layer's output, measured on some of its inputs. activation: what the model calls it.
+
+    A projection of attention has inputs d_model, outputs d_ff, no activation ("") and no error."""
 
     name: str
     d_model: int
@@ -316,18 +311,12 @@ class LayerThresholds:
     activation: str
     thresholds: dict[str, float]
     density: dict[str, float]
-    error: float
+    error: float | None
 
-
-@dataclass(frozen=True)
-class ProjectionThreshold:
-    """The threshold on the inputs of one projection of an attention, and the density that it leaves there."""
-
-    name: str
-    inputs: int
-    outputs: int
-    threshold: float
-    density: float
+    @property
+    def work(self) -> int:
+        """Return the multiplications for a token."""
+        return (3 if self.gated else 2 if self.activation else 1) * self.d_ff * self.d_model
 
 
 @dataclass(frozen=True)
@@ -337,34 +326,37 @@ class Thresholds(Saved):
     sparsity: what was wished for. tokens: how many were calibrated on."""
 
     FORMAT: ClassVar = "twell-lab thresholds"
-    VERSION: ClassVar = 2
+    VERSION: ClassVar = 3
 
     method: str
     sparsity: float
     greedy: bool
     tokens: int
     layers: list[LayerThresholds]
-    projections: list[ProjectionThreshold] = field(default_factory=list)
+    projections: list[LayerThresholds] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.method not in SITES or not self.layers:
             raise InputError(f"'method' is none of {', '.join(SITES)}, or 'layers' is empty")
-        for layer in self.layers:
-            if not {*layer.thresholds} == {*layer.density} == {*SITES[self.method]}:
-                raise InputError(f"'thresholds' and 'density' of {layer.name!r} are not of {SITES[self.method]}")
+        for layer in self.all:
+            sites = SITES[self.method] if layer in self.layers else (INPUT,)
+            if not {*layer.thresholds} == {*layer.density} == {*sites}:
+                raise InputError(f"'thresholds' and 'density' of {layer.name!r} are not of {sites}")
+
+    @property
+    def all(self) -> list[LayerThresholds]:
+        """Return the thresholds of layers and projections."""
+        return [*self.layers, *self.projections]
 
     @property
     def spared(self) -> float:
         """Return the share of the multiplications by these weights that meet a zero, on the calibration batches."""
-        sizes = [layer.d_ff * layer.d_model for layer in self.layers]
-        whole = sum((3 if layer.gated else 2) * size for layer, size in zip(self.layers, sizes))
-        zero = [
-            (1 - share) * _matrices(site, layer.gated) * size
-            for layer, size in zip(self.layers, sizes)
+        zero = sum(
+            (1 - share) * _matrices(site, layer.gated) * layer.d_ff * layer.d_model
+            for layer in self.all
             for site, share in layer.density.items()
-        ]
-        zero += [(1 - one.density) * one.inputs * one.outputs for one in self.projections]
-        return sum(zero) / (whole + sum(one.inputs * one.outputs for one in self.projections))
+        )
+        return zero / sum(layer.work for layer in self.all)
 
     def table(self) -> list[dict]:
         """Return one row a layer, JSON-able: layer, threshold and density of each place, error."""
@@ -406,14 +398,11 @@ class Thresholds(Saved):
             if self.method == "cats":
                 activation = ThresholdedActivation(place.acts, layer.thresholds["activation"])
                 put(module, parts.family.activation, activation.train(module.training))
+                continue
             scales = _scales(self.method, place)
-            for site, projections in cut_places(parts).items() if self.method != "cats" else ():
+            for site, projections in ({INPUT: [module]} if parts is None else cut_places(parts)).items():
                 part = ThresholdedInput(layer.thresholds[site], scales[site])
                 part.train(module.training).put_on(module, site, projections)
-        for one in self.projections:
-            linear = uncompiled(model).get_submodule(one.name)
-            part = ThresholdedInput(one.threshold, _scale(self.method, linear))
-            part.train(linear.training).put_on(linear, INPUT, [linear])
         if (config := _config(model)) is not None:
             setattr(config, CONFIG, asdict(self))
         return model
@@ -434,52 +423,42 @@ class Thresholds(Saved):
             delattr(config, CONFIG)
         return model
 
-    def loss(self, model: nn.Module, windows: Tensor, *, bytes_per_token: float | None = None) -> LossChange:
+    def loss(self, model: nn.Module, windows: Tensor) -> LossChange:
         """Measure what these thresholds cost: the loss of the model without and with them, on the same windows.
 
         model: a causal language model, with these thresholds on it or none; left as it was. windows: int64 [n, length],
-        two or more, on text that was not calibrated on. bytes_per_token: of the text, to have bits a byte as well.
-        InputError as `apply`, for other windows, and for other thresholds on the model."""
+        two or more, on text that was not calibrated on. InputError as `apply`, for other windows, and for other
+        thresholds on the model."""
         what = f"{windows.dtype} {list(windows.shape)}" if isinstance(windows, Tensor) else type(windows).__name__
         if not what.startswith("torch.int64") or windows.dim() != 2 or min(windows.shape) < 2:
             raise InputError(f"windows is {what}; accepted: int64 [n, length], two or more windows and tokens in each")
         self._pairs(model)
         before = sorted(part.threshold for _, part in lossy_parts(model))
-        own = [value for layer in self.layers for value in layer.thresholds.values()]
-        if before and before != sorted(own + [one.threshold for one in self.projections]):
+        if before and before != sorted(value for layer in self.all for value in layer.thresholds.values()):
             raise InputError("the model has other thresholds on it; accepted: one with these, or none (remove)")
         try:
             with_them = losses(self.apply(model), windows)
             without = losses(self.remove(model), windows)
         finally:
             (self.apply if before else self.remove)(model)
-        return LossChange.of(without, with_them, windows.shape[1] - 1, bytes_per_token)
+        return LossChange.of(without, with_them, windows.shape[1] - 1)
 
     def _pairs(self, model: nn.Module) -> list[tuple[LayerThresholds, FeedForward]]:
         """Return the thresholds beside the model's layers that they are for. InputError for another model."""
-        names = {layer.name for layer in self.layers}
-        there = {place.name: place for place in _layers(model, lambda name, module: name in names)}
-        for layer in self.layers:
-            wanted, place = (layer.d_model, layer.d_ff, layer.gated, layer.activation), there.get(layer.name)
+        names, pairs = {layer.name for layer in self.layers}, []
+        there, linears = {one.name: one for one in _layers(model, lambda name, _: name in names)}, _linears(model)
+        for layer in self.all:
+            place = (there if layer.activation else linears).get(layer.name)
+            wanted = (layer.d_model, layer.d_ff, layer.gated, layer.activation)
             if place is None or _shape(place) != wanted:
-                own = (
-                    "is not there" if place is None else "has d_model {}, d_ff {}, gated {}, {}".format(*_shape(place))
+                said = "d_model {}, d_ff {}, gated {}, {}"
+                own = "is not there" if place is None else f"has {said.format(*_shape(place))}"
+                raise InputError(
+                    f"these are thresholds of another model: {layer.name!r} {own}, and they are for "
+                    f"{said.format(*wanted)}; accepted: the model that they were made for"
                 )
-                theirs = "d_model {}, d_ff {}, gated {}, {}".format(*wanted)
-                said = f"{layer.name!r} {own}, and they are for {theirs}; accepted: the model that they were made for"
-                raise InputError(f"these are thresholds of another model: {said}")
-        linears = {name: m for name, m in uncompiled(model).named_modules() if type(m) is nn.Linear}
-        for one in self.projections:
-            linear = linears.get(one.name)
-            if linear is None or (linear.in_features, linear.out_features) != (one.inputs, one.outputs):
-                own = (
-                    "is not there"
-                    if linear is None
-                    else f"has {linear.in_features} inputs, {linear.out_features} outputs"
-                )
-                said = f"{one.name!r} {own}, and they are for {one.inputs} and {one.outputs}"
-                raise InputError(f"these are thresholds of another model: {said}; accepted: the one they were made for")
-        return [(layer, there[layer.name]) for layer in self.layers]
+            pairs.append((layer, place))
+        return pairs
 
 
 def _config(model: nn.Module) -> object | None:
@@ -517,8 +496,7 @@ def _check_dense(model: nn.Module) -> None:
 @dataclass(frozen=True)
 class LossChange:
     """The loss of a model with and without thresholds, in nats a token, on the same windows: both means, and that of
-    the difference, with 1.96 standard errors of it on either side (low, high: 95%, over windows). bytes_per_token: of
-    the text, None where it was not said."""
+    the difference, with 1.96 standard errors of it on either side (low, high: 95%, over windows)."""
 
     dense: float
     thresholded: float
@@ -527,32 +505,22 @@ class LossChange:
     high: float
     windows: int
     tokens: int
-    bytes_per_token: float | None = None
 
     @classmethod
-    def of(cls, dense: Tensor, thresholded: Tensor, each: int, bytes_per_token: float | None = None) -> LossChange:
+    def of(cls, dense: Tensor, thresholded: Tensor, each: int) -> LossChange:
         """Compare the losses of two or more windows, float64 [n], of `each` predicted tokens."""
         difference, n = thresholded - dense, len(dense)
         change, reach = difference.mean().item(), 1.96 * difference.std().item() / math.sqrt(n)
         means = dense.mean().item(), thresholded.mean().item()
-        return cls(*means, change, change - reach, change + reach, n, n * each, bytes_per_token)
-
-    @property
-    def bits_per_byte(self) -> tuple[float, float] | None:
-        """Return (dense, thresholded) in bits a byte of text."""
-        if self.bytes_per_token is None:
-            return None
-        return tuple(nats / math.log(2) / self.bytes_per_token for nats in (self.dense, self.thresholded))
+        return cls(*means, change, change - reach, change + reach, n, n * each)
 
     def as_dict(self) -> dict:
-        """Return plain data, with `bits_per_byte` and what this is."""
-        return {**asdict(self), "bits_per_byte": self.bits_per_byte, "label": LOSSY}
+        """Return plain data, with what this is."""
+        return {**asdict(self), "label": LOSSY}
 
     def __str__(self) -> str:
-        bits = self.bits_per_byte
-        bits = f" ({bits[0]:.4g} to {bits[1]:.4g} bits a byte)" if bits else ""
         return (
-            f"loss {self.dense:.4g} nats a token as it was, {self.thresholded:.4g} with thresholds{bits}: "
+            f"loss {self.dense:.4g} nats a token as it was, {self.thresholded:.4g} with thresholds: "
             f"{self.change:+.4g} ({self.low:+.4g} to {self.high:+.4g}, 95% over {self.windows:,} windows); lossy"
         )
 

@@ -14,7 +14,6 @@ import torch
 
 from ..core import InputError
 from ..models.tiny import LanguageModel, ModelConfig
-from .text.prepared import PreparedText
 from .text.source import Text
 
 # The least and the largest value of the fields that are numbers; between whole ones, whole numbers alone.
@@ -36,8 +35,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 class TrainConfig:
     """What to train, on what, and how long. A wrong value raises InputError that names the field.
 
-    The fields below are also the options of `twell-lab train`, whose help is read from here. The comment at
-    TOUR, at the end of twell_lab/training/loop.py, says what the defaults give, and what else was tried.
+    The fields below are also the options of `twell-lab train`, whose help is read from here.
 
     What it begins with:
         from_: a folder of a model to train further, or its name on the Hub: one of this project, or one of transformers
@@ -45,8 +43,8 @@ class TrainConfig:
 
     The text:
         text: a file or folder, or hf:owner/name for a Hugging Face dataset, whose first 100 MB are read unless
-            ?bytes=500e6 follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a Text or a
-            PreparedText); unless named, the source of Python's standard library.
+            ?bytes=500e6 follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a
+            Text); unless named, the source of Python's standard library.
 
     The model:
         d_model: model width.
@@ -114,7 +112,7 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     device: str | None = None
-    text: str | PathLike | Text | PreparedText | None = None
+    text: str | PathLike | Text | None = None
     tokenizer: str | PathLike | None = None
     log_every: int = 10
     eval_every: int = 150

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ..analysis.profile import profile
 from ..analysis.running import vocabulary_of
-from ..core import InputError
+from ..core import InputError, optional
 from ..models.published import folder_of
 from ..models.tiny import LanguageModel
 from . import checkpoint, parallel, start
@@ -33,7 +33,7 @@ from .parallel import World
 from .run import Run, stopping
 from .text.prepared import load_any
 from .text.source import check_enough, spread_windows
-from .text.tokenizer import optional, tokenizer_of
+from .text.tokenizer import tokenizer_of
 
 SAVE_EVERY = 300.0  # seconds between two checkpoints, at least, unless the config says after how many steps
 SAVE_SHARE = 10  # and at least so many times as long as the last one took to save
@@ -156,6 +156,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                     # Compiling a validation would take longer than running it.
                     with autocast(config.dtype, world.device), torch.compiler.set_stance("force_eager"):
                         row["val_bits_per_byte"] = bits_per_byte(run.model, held_out, lengths)
+                    run.terms.clear()
                     if not math.isfinite(row["val_bits_per_byte"]):
                         raise run.diverged(f"the held-out loss is {row['val_bits_per_byte']}", step)
                 if not (silent or row["nnz"]):
@@ -299,15 +300,5 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=5)  # of who called `train`
 
 
-# TrainConfig's defaults, with l1=2e-3 (the preset 1M) and without. Measured on 2026-11-21 on an AMD EPYC (Zen 5), with
-# torch 2.13.0 and the standard library of Python 3.11.7: 461 kB read, 16 kB of held-out text. Seeds 0, 1, 2:
-#   l1                       0                       2e-3
-#   bits per byte            2.294 2.269 2.259       2.292 2.273 2.280
-#   mean nnz of 512          137   134   143         18.5  17.9  19.7
-#   dead neurons of 2048     0     0     0           66    58    63
-# So small a model, trained on so little text, says nothing about what L1 costs a large one. One token takes its layers
-# longer sparse than dense, which is why the tour trains fewer and wider ones: at one token dense and TwELL layers of
-# 128 x 4096 took 121 and 148 us, of 256 x 4096 220 and 183 (nnz 24). A step of what follows takes 61 ms on two idle
-# cores (bfloat16), and seed 0 came to 2.581 bits per byte with 15 and 18 neurons firing; with l1=0 to 2.671 with 1384
-# and 547. lr 3e-3 gave 2.650, lr 1e-3 2.594 with 49 and 69 firing.
+# The tour's model. For one token, few wide layers gain more by being sparse than many narrow ones do.
 TOUR = TrainConfig(d_model=256, layers=2, d_ff=4096, l1=1e-3, steps=480, eval_every=160, eval_windows=128)

@@ -4,18 +4,16 @@ L1's coefficient rises over the steps, its schedule, is `l1_coefficient` of `con
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..analysis.running import vocabulary_of
-from ..core import InputError
 from ..layers.find import firing_layers
 from ..layers.sparse_ffn import SparseFFN
-from ..layers.terms import LayerTerm, layer_l1, layer_nnz
+from ..layers.terms import LayerTerm, layer_terms
 
 EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
 EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
@@ -49,85 +47,37 @@ def bits_per_byte(model: nn.Module, windows: Tensor, lengths: Tensor | None = No
     return bits if lengths is None else bits / lengths.to(windows.device)[windows[:, 1:]].double().mean().item()
 
 
-def l1_penalty(hidden: list[Tensor]) -> Tensor:
-    """Return the sum over neurons of |h|, averaged over tokens and layers. hidden: one tensor [..., d_ff] a layer."""
-    return sum(map(layer_l1, hidden)) / len(hidden)
-
-
-@contextmanager
-def hidden_activations(model: nn.Module) -> Iterator[list[Tensor]]:
-    """A context with a list, to which each forward pass appends what enters the down projection of every layer.
-
-    The tensors [..., d_ff] carry gradients, so a penalty on them reaches the weights. InputError for a layer swapped by
-    `sparsify`, which never computes such a tensor."""
-    layers = firing_layers(model)
-    if swapped := [layer.name for layer in layers if isinstance(layer.module, SparseFFN)]:
-        raise InputError(f"{', '.join(swapped)}: a SparseFFN; accepted: dense layers (twell_lab.densify)")
-    hidden: list[Tensor] = []
-    hooks = [layer.down.register_forward_pre_hook(lambda module, args: hidden.append(args[0])) for layer in layers]
-    try:
-        yield hidden
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 class Objective(nn.Module):
     """Model, cross-entropy and penalty as one module, which torch.compile and DDP take as a whole.
 
-    It puts hooks on the model for good, because torch.compile looks at them only once. All numbers stay on the device:
-    whoever needs one reads it."""
+    The model's layers report to it for good, because torch.compile looks at hooks only once: who calls the model alone
+    has to clear `terms` (layers.terms). All numbers stay on the device: whoever needs one reads it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.of_scores = F.cross_entropy
-        self.running = False  # a validation calls the model alone, and must not fill the lists
-        layers = firing_layers(model)
-        self.told: list[list[tuple]] = [[] for _ in layers]  # by layer, empty unless `forward` runs
-        self.sparse: list[tuple[SparseFFN, list]] = []
-        for layer, told in zip(layers, self.told, strict=True):
-            if isinstance(layer.module, SparseFFN):
-                self.sparse.append((layer.module, told))
-            else:
-                layer.down.register_forward_pre_hook(self._reporting(told))
-
-    def _reporting(self, told: list[tuple]) -> Callable:
-        """Return a hook for what stands before a dense down projection. A closure: what torch.compile of torch 2.11
-        appends to a list among a function's defaults is lost."""
-
-        def hook(module: nn.Module, args: tuple) -> None:
-            if self.running:
-                told.append((layer_l1(args[0]), layer_nnz(args[0].detach())))
-
-        return hook
+        self._reporting = ExitStack()
+        self.terms = self._reporting.enter_context(layer_terms(model))
+        self.told = [*self.terms.told.values()]
+        modules = [layer.module for layer in firing_layers(model)]
+        self.sparse = [(one, told) for one, told in zip(modules, self.told) if isinstance(one, SparseFFN)]
 
     def forward(self, windows: Tensor, l1: Tensor | None) -> tuple[Tensor, ...]:
         """Return the loss of int64 windows [batch, context + 1], a scalar with gradient; and without gradient:
         cross-entropy and penalty, [2]; then l1, nnz, and what layers.terms.LayerTerm has as lost, light and heavy, by
         layer, float32 [layers] each. l1: the coefficient, a scalar; None for no penalty."""
-        self.running = True
         for layer, told in self.sparse:
             layer.tell(told)
         ce = cross_entropy(self.model, windows, of_scores=self.of_scores)
-        self.running = False
         for layer, _ in self.sparse:
-            layer.tell(None)
-        terms = [LayerTerm("", *told) for (told,) in self.told]
-        for told in self.told:
-            told.clear()
+            layer.tell(None)  # a validation takes the paths of inference
+        terms = [LayerTerm("", *told.pop()) for told in self.told]
         penalty = ce.new_zeros(()) if l1 is None else l1 * (sum(term.l1 for term in terms) / len(terms))
-        # Of what only sparse layers report: nothing was lost, and no token was heavy.
-        none = torch.zeros_like(terms[0].nnz)
-        rows = [
-            (
-                term.l1.detach(),
-                term.nnz,
-                none if term.lost is None else term.lost,
-                term.nnz if term.light is None else term.light,
-                none if term.heavy is None else term.heavy,
-            )
-            for term in terms
-        ]
+        none, rows = torch.zeros_like(terms[0].nnz), []
+        for term in terms:
+            # Of what only sparse layers report: nothing was lost, and no token was heavy.
+            usual = zip((term.lost, term.light, term.heavy), (none, term.nnz, none))
+            rows.append([term.l1.detach(), term.nnz, *(other if own is None else own for own, other in usual)])
         numbers = (torch.stack(column) for column in zip(*rows))
         return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), *numbers

@@ -6,9 +6,9 @@ decay 0.1, clip 1.0; L1 2e-5. Four things differ here: the learning rate falls t
 turn by the usual base of 10,000 instead of 100,000, head and embedding are two matrices instead of one, and the
 tokenizer is a BPE of 32,768 entries trained on the text, instead of one of 49,152.
 
-The smaller configurations are this project's. Of these, 1M was measured (see the comment at TOUR in loop.py). The L1 of
-the others lies between values that were tried, as a place to begin: at d_model 768 and d_ff 2048, after 1000 steps,
-3e-4 left 103 neurons firing at a token and 1e-3 left 28. Other texts and lengths of training need another L1."""
+The smaller configurations are this project's. Their L1 is a place to begin, between values that were tried: at d_model
+768 and d_ff 2048, after 1000 steps, 3e-4 left 103 neurons firing at a token and 1e-3 left 28. Other texts and lengths
+of training need another L1."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from contextlib import suppress
 from typing import get_type_hints
 
 from .. import records
-from ..core import InputError, read_file
+from ..core import InputError, optional, read_file
 from ..models.tiny import ModelConfig, parameters
 from .config import TrainConfig
-from .text.tokenizer import optional
 
 BYTES, BPE = 256, 32_768  # vocabularies: of bytes, and of the tokenizer that is trained on the text
 

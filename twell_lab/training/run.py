@@ -48,6 +48,7 @@ class Run:
             parallel.shard(model, world)
         objective = Objective(model)
         self.joined: nn.Module = objective
+        self.terms = objective.terms
         if world.size > 1 and not sharded:
             ids = [world.device.index] if world.device.type == "cuda" else None
             self.joined = nn.parallel.DistributedDataParallel(objective, device_ids=ids)

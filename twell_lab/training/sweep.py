@@ -8,6 +8,7 @@ text in the same order. `twell-lab record sweep` makes the record that the cours
 from __future__ import annotations
 
 import bisect
+import hashlib
 import statistics
 import sys
 from collections.abc import Iterator
@@ -83,7 +84,7 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     summary, names = result.summary(), dict.fromkeys(name for row in result.history for name in row)
     history = {name: [_short(row.get(name)) for row in result.history] for name in names}
     speed = statistics.median_high(history["tokens_per_s"])
-    windows = spread_windows(config.text.split()[1].data, config.eval_windows, config.context)
+    windows = spread_windows(config.text.split()[1].tokens, config.eval_windows, config.context)
     firing = who_fires(result.model, windows, config.dtype)
     mean = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"])
     return {
@@ -163,12 +164,6 @@ def cost(row: dict, rows: list[dict]) -> float:
     return row["validation_bits_per_byte"] / base["validation_bits_per_byte"] - 1
 
 
-def best_sparse(rows: list[dict], zeros: float = 0.97) -> dict | None:
-    """Return the run with the lowest loss among those with at least this share of zeros; None without one."""
-    sparse = [row for row in rows if row["zeros"] >= zeros]
-    return min(sparse, key=lambda row: row["validation_bits_per_byte"], default=None)
-
-
 def seed_spread(rows: list[dict]) -> float | None:
     """Return by how much another seed alone changes the twin's loss, as a share of it; None without one."""
     seeds = [abs(cost(row, rows)) for row in rows if row["label"].startswith("seed ")]
@@ -203,7 +198,7 @@ def record(path: str | None, base: TrainConfig = MODEL) -> Record:
         "text": NOVELS if text.sha256 == NOVELS["sha256"] else own,
         "training_size": training.size,
         "validation_size": validation.size,
-        "validation_sha256": validation.sha256,
+        "validation_sha256": hashlib.sha256(validation.tokens.numpy()).hexdigest(),
         "kernels": "off: torch's dense path, compiled, bfloat16 autocast; none of this package's kernels ran",
         "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and "
         "layers",

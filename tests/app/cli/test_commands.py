@@ -136,7 +136,7 @@ def test_one_field_of_a_file_of_records_is_read_where_it_is_named(ask, refused, 
     with pytest.warns(UserWarning, match=f"{name} is read as plain text"):
         ask("train", "--text", path, *SMALL)
     assert ask("train", "--text", f"{path}?field=said", *SMALL).err == ""
-    assert load_any(f"{path}?field=said").data.numpy().tobytes().startswith(b"words, 0\n\nwords, 1\n\n")
+    assert load_any(f"{path}?field=said").tokens.numpy().tobytes().startswith(b"words, 0\n\nwords, 1\n\n")
     for field in wrong:
         assert f"has no text in {field!r}; accepted" in refused("train", "--text", f"{path}?field={field}", *SMALL)
 

@@ -25,7 +25,7 @@ def test_some_text_is_about_as_long_as_asked_for():
 def test_held_out_windows_are_from_the_validation_part(small):
     windows = training.held_out(small[0].text, windows=3, context=20)
     assert windows.shape == (3, 20)
-    validation = bytes(small[0].text.split()[1].data.tolist())
+    validation = bytes(small[0].text.split()[1].tokens.tolist())
     assert all(bytes(window.tolist()) in validation for window in windows)
 
 

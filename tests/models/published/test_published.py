@@ -329,5 +329,5 @@ def test_of_a_repository_nothing_large_is_fetched_that_cannot_be_loaded(kind, fe
 
 def test_without_transformers_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(StackError, match="needs transformers"):
+    with pytest.raises(StackError, match="needs the transformers library"):
         tl.load(of_the_paper(tmp_path, right()))

@@ -18,7 +18,7 @@ from tests.models.thresholds.models_of import MODELS, answer, gpt2, llama, opt, 
 from twell_lab.core import InputError, RecordError
 from twell_lab.layers.lossy import lossy_parts
 from twell_lab.layers.skipping import SkippingLinear
-from twell_lab.models.thresholds import CONFIG, LOSSY, ROWS, Histogram, LayerThresholds, LossChange, calibrate
+from twell_lab.models.thresholds import CONFIG, LOSSY, ROWS, Histogram, LayerThresholds, calibrate
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops.reference import GatedFeedForward
 
@@ -255,7 +255,7 @@ def test_the_loss_is_that_of_both_models_on_the_same_windows(method):
         return nats.view(9, 11).mean(1)
 
     dense, before = losses(model), answer(model)
-    cost = found.loss(model, windows, bytes_per_token=2.0)
+    cost = found.loss(model, windows)
     assert torch.equal(answer(model), before) and not lossy_parts(model)
     with_them = losses(found.apply(model))
     assert (cost.dense, cost.thresholded) == pytest.approx((dense.mean().item(), with_them.mean().item()), rel=1e-5)
@@ -264,9 +264,8 @@ def test_the_loss_is_that_of_both_models_on_the_same_windows(method):
     assert cost.change == pytest.approx(difference.mean().item(), abs=1e-6)
     assert (cost.low, cost.high) == pytest.approx((cost.change - reach, cost.change + reach), abs=1e-6)
     assert (cost.windows, cost.tokens) == (9, 99) and "lossy" in str(cost) and "lossy" in cost.as_dict()["label"]
-    assert cost.bits_per_byte == pytest.approx((cost.dense / math.log(4), cost.thresholded / math.log(4)))
     after = answer(model)
-    assert found.loss(model, windows) == LossChange(**{**vars(cost), "bytes_per_token": None})
+    assert found.loss(model, windows) == cost
     assert torch.equal(answer(model), after)  # they were on it, and still are
 
 
@@ -572,7 +571,7 @@ def test_attention_is_cut_saved_swapped_and_taken_back(method, tmp_path):
     found = tl.thresholds(model, [batch], 0.5, method=method, attention=True)
     names = [one.name for one in found.projections]
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert all(abs(one.density - 0.5) < 0.05 for one in found.projections) and 0.45 < found.spared < 0.55
+    assert all(abs(one.density["input"] - 0.5) < 0.05 for one in found.projections) and 0.45 < found.spared < 0.55
     assert f"{len(names)} projections of attention" in str(found) and len(lossy_parts(found.apply(model))) > len(names)
     cut = answer(model)
     assert not torch.equal(cut, before)

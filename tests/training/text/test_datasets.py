@@ -41,7 +41,7 @@ def from_hub(dataset, **parts):
 
 def test_a_folder_is_its_documents_in_order(folder):
     read = from_hub(folder)
-    assert read.data.numpy().tobytes() == JOINED and read.starts == (0, 17, 41)
+    assert read.tokens.numpy().tobytes() == JOINED and read.starts == (0, 17, 41)
     assert read.describe() == {
         "name": f"letters, train, first {len(JOINED)} bytes",
         "sha256": hashlib.sha256(JOINED).hexdigest(),
@@ -55,7 +55,7 @@ def test_a_folder_is_its_documents_in_order(folder):
 def test_no_more_is_read_than_asked_for(folder):
     for size in (1, 17, 20, 41):
         read = from_hub(folder, bytes=size)
-        assert read.data.numpy().tobytes() == JOINED[:size]
+        assert read.tokens.numpy().tobytes() == JOINED[:size]
         assert read.starts == tuple(start for start in (0, 17, 41) if start < size)
 
 

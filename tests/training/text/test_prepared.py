@@ -44,7 +44,7 @@ def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
         pytest.importorskip("tokenizers")
     whole = source.load(folder)
     text = prepared.prepare(folder, tmp_path / "out", tokenizer=tokenizer)
-    assert bytes_of(text) == (raw := whole.data.numpy().tobytes())
+    assert bytes_of(text) == (raw := whole.tokens.numpy().tobytes())
     assert text.describe() == prepared.load_any(whole, tokenizer=text.tokenizer).describe()
     assert torch.equal(text.tokens, prepared.load_any(whole, tokenizer=text.tokenizer).tokens)
     maps = Path("/proc/self/maps")
@@ -77,9 +77,9 @@ def test_a_bpe_learns_nothing_from_what_is_held_out(folder, tmp_path, monkeypatc
     monkeypatch.setattr(prepared, "SAMPLE", sample)
     monkeypatch.setattr(tokenizer, "train", lambda some, size: learned.append(some) or real(some, size))
     text = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
-    raw = source.load(folder).data.numpy().tobytes()
+    raw = source.load(folder).tokens.numpy().tobytes()
     (some,) = learned
-    assert some.size <= text.cut[0] and some.data.numpy().tobytes() == raw[: some.size] and bytes_of(text) == raw
+    assert some.size <= text.cut[0] and some.tokens.numpy().tobytes() == raw[: some.size] and bytes_of(text) == raw
 
 
 def test_long_files_come_in_pieces_that_the_encoder_would_make_itself(tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_one_preparation_at_a_time_and_what_fails_is_in_nobodys_way(folder, tmp_
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("harmed_at", [killed_at, full_at])
 def test_a_preparation_that_fails_anywhere_is_cleared_away_by_the_next(folder, tmp_path, harmed_at):
-    raw, change, left, harmed = source.load(folder).data.numpy().tobytes(), 0, set(), True
+    raw, change, left, harmed = source.load(folder).tokens.numpy().tobytes(), 0, set(), True
     while harmed:
         change += 1
         out = tmp_path / str(change)

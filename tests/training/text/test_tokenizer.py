@@ -1,8 +1,8 @@
 """Tokenizers: every byte comes back, whatever it was; the same text trains the same one; files are not crossed."""
 
 import copy
-import dataclasses
 import io
+import itertools
 import json
 import sys
 
@@ -20,15 +20,15 @@ from twell_lab.training.text.tokenizer import BPE
 WORDS = b"the quick brown fox jumps over the lazy dog\n"
 
 
-def of(content, starts=(0,)):
-    return dataclasses.replace(source.of_pieces("made up", [content]), starts=starts)
+def of(content):
+    return source.of_pieces("made up", [content])
 
 
 @pytest.fixture(scope="module")
 def library_text():
     whole = source.standard_library()
-    data = whole.data[:300_000].clone()
-    return dataclasses.replace(whole, data=data, sha256=source.digest(data), starts=(0, 1000, 70_000, 250_000))
+    raw, ends = whole.tokens.numpy().tobytes(), (0, 1000, 70_000, 250_000, 300_000)
+    return source.of_pieces("library", [raw[begin:end] for begin, end in itertools.pairwise(ends)])
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def trained(library_text):
 
 def test_bytes_are_their_own_tokens(tmp_path):
     sample = of(bytes(range(256)))
-    assert sample.tokens is sample.data and sample.vocabulary == 256
+    assert sample.vocabulary == 256
     assert BYTES.decode(sample.tokens) == bytes(range(256)) and BYTES.lengths.tolist() == [1] * 256
     assert sample.describe() == {"name": "made up", "sha256": sample.sha256, "size": 256}
     assert tokenizer.load(BYTES.save(tmp_path / "tokenizer.json")) == BYTES
@@ -49,7 +49,7 @@ def test_a_trained_tokenizer_has_the_size_asked_for_and_shortens_the_text(traine
     read = load_any(library_text, tokenizer=trained)
     assert trained.vocabulary == read.vocabulary == 600 and read.tokens.dtype == torch.int16
     assert 1.5 < read.size / len(read.tokens) < 4 and read.tokens.max() < 600 and read.tokens.min() >= 0
-    assert trained.decode(read.tokens) == library_text.data.numpy().tobytes()
+    assert trained.decode(read.tokens) == library_text.tokens.numpy().tobytes()
     assert trained.lengths[read.tokens.long()].sum() == library_text.size and trained.lengths.min() == 1
     assert read.describe()["tokenizer"] == {"name": trained.name, "sha256": trained.sha256, "vocabulary": 600}
     assert read.sha256 == library_text.sha256  # of the bytes; the tokenizer has its own
@@ -69,7 +69,7 @@ def test_transformers_reads_the_file_alike(trained, tmp_path):
     path = trained.save(tmp_path / "tokenizer.json")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     sentence = "def fire(gate):\n    return gate > 0  # Straße\n"
-    assert theirs(sentence)["input_ids"] == load_any(of(sentence.encode()), tokenizer=trained).tokens.tolist()
+    assert theirs(sentence)["input_ids"] == trained.encode(of(sentence.encode()).tokens).tolist()
 
 
 _TEXTS = st.text(max_size=20).map(lambda some: some.encode("utf-8", "surrogatepass"))
@@ -78,10 +78,11 @@ _TEXTS = st.text(max_size=20).map(lambda some: some.encode("utf-8", "surrogatepa
 @given(st.lists(st.one_of(st.binary(max_size=40), _TEXTS), max_size=6))
 def test_any_bytes_come_back(trained, pieces):
     pieces = [piece for piece in pieces if piece] or [b"\xff"]
-    sample = load_any(source.of_pieces("made up", pieces), tokenizer=trained)
-    assert trained.decode(sample.tokens) == b"".join(pieces)
-    alone = [load_any(of(piece), tokenizer=trained).tokens for piece in pieces]
-    assert torch.equal(sample.tokens, torch.cat(alone))  # no token reaches into the next file
+    whole = source.of_pieces("made up", pieces)
+    tokens = trained.encode(whole.tokens, whole.starts)
+    assert trained.decode(tokens) == b"".join(pieces)
+    alone = [trained.encode(of(piece).tokens) for piece in pieces]
+    assert torch.equal(tokens, torch.cat(alone))  # no token reaches into the next file
 
 
 LONG = [b"", b"\x80", "ß".encode() * 500, WORDS * 40, b"x" * 900, b"a\r\n\0" * 300]
@@ -91,8 +92,8 @@ LONG += [b"\xf0\x9f\x98\x80" * 200 + b"\x80" * 200]
 @pytest.mark.parametrize("content", LONG, ids=lambda content: str(content[:4]))
 def test_long_files_are_cut_without_loss(trained, monkeypatch, content):
     monkeypatch.setattr(tokenizer, "CHUNK", 64)
-    sample = load_any(of(content), tokenizer=trained)
-    assert trained.decode(sample.tokens) == content and sample.tokens.dim() == 1
+    tokens = trained.encode(of(content).tokens)
+    assert trained.decode(tokens) == content and tokens.dim() == 1
     assert all(len(piece) <= 2 * 64 for piece in tokenizer.pieces(io.BytesIO(content)))
 
 
@@ -105,7 +106,7 @@ def test_load_any_takes_what_a_command_line_says(trained, tmp_path):
     saved = trained.save(tmp_path / "tokenizer.json")
     for given_as in (saved, str(saved), trained):
         assert load_any(path, tokenizer=given_as).tokenizer == trained
-    assert load_any(whole) is whole and load_any(whole, tokenizer="bytes").tokenizer == BYTES
+    assert load_any(whole) is whole
 
 
 # What is refused

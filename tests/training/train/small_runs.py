@@ -1,6 +1,8 @@
 """Small runs for the tests of training: their options on a command line, and how to end one from within, as if it
 crashed, so that it does not get to save itself."""
 
+from contextlib import contextmanager
+
 import pytest
 
 from twell_lab.training.config import TrainConfig
@@ -28,6 +30,17 @@ def broken_off(config, folder, step):
     """Train into the folder until that step, and no further."""
     with pytest.raises(Enough):
         train(config, out=folder, progress=False, on_step=until(step))
+
+
+@contextmanager
+def hidden_values(model):
+    """A context with a list of what enters the down projection of each layer of ours, [..., d_ff], when it runs."""
+    hidden = []
+    keep = lambda module, inputs: hidden.append(inputs[0])  # noqa: E731
+    hooks = [layer.mlp.down_proj.register_forward_pre_hook(keep) for layer in model.layers]
+    yield hidden
+    for hook in hooks:
+        hook.remove()
 
 
 def options(config):

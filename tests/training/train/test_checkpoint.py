@@ -89,7 +89,7 @@ def test_more_steps_go_on(tiny, curve, tmp_path):
 def test_a_run_that_was_interrupted_goes_on_bit_for_bit(tiny, curve, tmp_path, some_text):
     """By Ctrl-C in a process of its own, at whatever step it is, and then by SIGTERM in this one."""
     text, out = tmp_path / "text.py", tmp_path / "out"
-    text.write_bytes(some_text.data.numpy().tobytes())
+    text.write_bytes(some_text.tokens.numpy().tobytes())
     config = tiny(text=text, steps=100_000)
     command = [sys.executable, "-m", "twell_lab", "train", "--text", text, "--out", out, *options(config)]
     pipes = dict(env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -159,7 +159,7 @@ def test_processes_share_their_break_evens(tiny, monkeypatch):
 
 
 def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypatch):
-    (tmp_path / "mine.txt").write_bytes(some_text.data.numpy().tobytes())
+    (tmp_path / "mine.txt").write_bytes(some_text.tokens.numpy().tobytes())
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "--text", "mine.txt", "--steps", "2", *SMALL, "--out", "out"]) == 0
     (tmp_path / "elsewhere").mkdir()
@@ -294,7 +294,7 @@ def test_folders_that_cannot_be_used_are_named(tiny, unbroken, tmp_path, resumed
 
 def test_a_folder_inside_of_the_text_is_refused(tiny, some_text, tmp_path):
     """What is saved there would be read as text when the run is to go on."""
-    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    (tmp_path / "text.py").write_bytes(some_text.tokens.numpy().tobytes())
     for out in (tmp_path, tmp_path / "sub" / "out"):
         with pytest.raises(InputError, match="is inside of the text .*accepted: a folder outside of it"):
             train(tiny(text=tmp_path), out=out, progress=False)

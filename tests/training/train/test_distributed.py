@@ -39,7 +39,7 @@ STOPPED = {f"{name}-stopped": RUNS[name] for name in ("fsdp", "ddp-sparse")}  # 
 def runs(tiny, some_text, tmp_path_factory):
     """{name of RUNS: folder} of two processes each, the config that all share, and what they printed."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    (folder / "text.py").write_bytes(some_text.tokens.numpy().tobytes())
     config = tiny(text=folder / "text.py", **EVERYTHING)
     shared = [*options(config), f"--text={config.text}"]
     (folder / "file").write_text("in the way")  # only the first process finds out, and none is to wait for it

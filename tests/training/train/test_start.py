@@ -117,7 +117,7 @@ def test_the_models_tokenizer_must_go_with_its_vocabulary(tiny, own, llama):
 
 
 def test_the_command_trains_further_and_resumes(some_text, own, tmp_path, capsys):
-    (tmp_path / "text.py").write_bytes(some_text.data.numpy().tobytes())
+    (tmp_path / "text.py").write_bytes(some_text.tokens.numpy().tobytes())
     line = ["train", "--text", str(tmp_path / "text.py"), "--from", str(own[1]), "--context=16", "--batch=4"]
     line += ["--steps=2", "--eval-windows=4", "--device=cpu", "--out", str(tmp_path / "out")]
     assert cli.main(line) == 0 and "of 32," in capsys.readouterr().out

@@ -43,7 +43,7 @@ def test_every_run_of_the_plan_is_made_once_and_at_the_best_rate(rows):
 
 
 def test_counts_are_those_of_the_profile_by_layer_position_and_byte(base):
-    model, text = initial_model(base), base.text.split()[1].data
+    model, text = initial_model(base), base.text.split()[1].tokens
     windows = spread_windows(text, base.eval_windows, base.context).clamp(97, 98)  # two bytes, none of them rare
     counted, profiled = sweep.who_fires(model, windows), profile(model, [windows[:, :-1]])
     starts, by_byte = [*counted["positions"]["start"], base.context], counted["bytes"]
@@ -82,11 +82,6 @@ def test_the_twin_is_the_best_without_l1_and_the_cost_is_a_share_of_its_loss():
     assert sweep.cost(other, [*FAKES, other]) == pytest.approx(0.1) and len(sweep.pressed([*FAKES, other])) == 3
     assert sweep.twin(FAKES, 1)["label"] == "seed 1" and sweep.twin(FAKES, 7)["label"] == "lr 1"
     assert sweep.seed_spread(FAKES) == pytest.approx(0.005) and sweep.seed_spread(FAKES[:4]) is None
-
-
-@pytest.mark.parametrize("zeros, label", [(0.97, "L1 1"), (0.985, "L1 2"), (0.999, None)])
-def test_the_best_sparse_run_has_the_zeros_and_then_the_lowest_loss(zeros, label):
-    assert (sweep.best_sparse(FAKES, zeros) or {"label": None})["label"] == label
 
 
 @pytest.mark.parametrize(

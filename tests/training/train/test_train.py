@@ -8,13 +8,14 @@ import sys
 import pytest
 import torch
 
-from twell_lab.core import DeviceError, InputError, TextError
-from twell_lab.models.swap import sparsify
+from tests.training.train.small_runs import hidden_values
+from twell_lab.core import DeviceError, TextError
+from twell_lab.layers.terms import layer_terms
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training.config import learning_rate
 from twell_lab.training.loop import initial_model, train
-from twell_lab.training.objective import bits_per_byte, cross_entropy, hidden_activations, l1_penalty
-from twell_lab.training.text.source import Text, random_windows
+from twell_lab.training.objective import bits_per_byte, cross_entropy
+from twell_lab.training.text.source import of_pieces, random_windows
 
 # The loss
 
@@ -26,12 +27,12 @@ def test_the_l1_gradient_is_that_of_the_written_out_formula(tiny, gated):
     windows = torch.randint(256, (2, 17))
     inputs = []
     hooks = [layer.mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0])) for layer in model.layers]
-    with hidden_activations(model) as hidden:
+    with layer_terms(model) as terms:
         cross_entropy(model, windows)
     for hook in hooks:
         hook.remove()
-    weights = dict(model.named_parameters())
-    got = torch.autograd.grad(penalty := l1_penalty(hidden), weights.values(), allow_unused=True, retain_graph=True)
+    weights, penalty = dict(model.named_parameters()), sum(term.l1 for term in terms) / 2
+    got = torch.autograd.grad(penalty, weights.values(), allow_unused=True, retain_graph=True)
     total = 0.0
     for layer, x in zip(model.layers, inputs, strict=True):
         for token in x.flatten(0, 1):
@@ -53,8 +54,8 @@ def test_the_loss_of_the_history_is_cross_entropy_plus_l1_times_the_penalty(tiny
     config = tiny(l1=0.37, steps=1, seed=3)
     row = train(config, progress=False).history[0]
     model = initial_model(config)
-    windows = random_windows(some_text.split()[0].data, 4, 16, torch.Generator().manual_seed(3))
-    with hidden_activations(model) as hidden:
+    windows = random_windows(some_text.split()[0].tokens, 4, 16, torch.Generator().manual_seed(3))
+    with hidden_values(model) as hidden:
         scores = model(windows[:, :-1])
     chosen = scores.log_softmax(-1).gather(-1, windows[:, 1:, None])
     assert row["ce"] == pytest.approx(-chosen.mean().item(), rel=1e-5)
@@ -72,12 +73,6 @@ def test_bits_per_byte_of_a_model_that_knows_nothing_are_eight(tiny):
         model.norm.weight.zero_()
     windows = torch.randint(256, (70, 17))  # more than one batch of them, the last one short
     assert bits_per_byte(model, windows) == pytest.approx(8.0, abs=1e-5)
-
-
-def test_swapped_layers_have_no_activations_to_penalise(tiny):
-    model = sparsify(initial_model(tiny()), "twell")
-    with pytest.raises(InputError, match=r"layers\.0\.mlp, layers\.1\.mlp: a SparseFFN"), hidden_activations(model):
-        pass
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth(tiny):
@@ -164,4 +159,4 @@ def test_a_missing_device_is_named(tiny, missing):
 @pytest.mark.parametrize("size, words", [(100, "8 windows of 16 need at least 129"), (1, "at least 2")])
 def test_too_little_text_names_what_it_needs(tiny, size, words):
     with pytest.raises(TextError, match=words):
-        train(tiny(text=Text("short", "", torch.zeros(size, dtype=torch.uint8)), batch=8), progress=False)
+        train(tiny(text=of_pieces("short", [bytes(size)]), batch=8), progress=False)

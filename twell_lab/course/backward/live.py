@@ -30,7 +30,7 @@ def sixteen_bits(device: str):
 
 def windows_of(config: TrainConfig, device: str) -> Iterator[Tensor]:
     """Yield int64 [batch, context + 1] of the training part of config.text, which must be a Text, without an end."""
-    data, order = config.text.split()[0].data.to(device), torch.Generator().manual_seed(config.seed)
+    data, order = config.text.split()[0].tokens.to(device), torch.Generator().manual_seed(config.seed)
     while True:
         yield random_windows(data, config.batch, config.context, order)
 

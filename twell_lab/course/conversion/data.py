@@ -21,11 +21,11 @@ from torch.nn import functional as F
 from ... import records
 from ...analysis.profile import profile
 from ...layers.find import feed_forwards
+from ...layers.terms import LayerTerm, layer_terms
 from ...models.relufy import relufy
 from ...models.thresholds import Calibration, LossChange, calibrate, losses
 from ...models.tiny import LanguageModel, ModelConfig
 from ...training.config import TrainConfig, l1_coefficient, learning_rate
-from ...training.objective import hidden_activations, l1_penalty
 from ...training.sweep import cost, pressed
 from ...training.text.source import Text, random_windows
 from ..own_model.data import Own, read, windows
@@ -157,18 +157,18 @@ def further(model: LanguageModel, text: Text, config: TrainConfig, held_out: Ten
     """
     device, draw = next(model.parameters()).device, torch.Generator().manual_seed(config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.95))
-    data, history = text.split()[0].data, []
+    data, history = text.split()[0].tokens, []
     for step in range(1, config.steps + 1):
         if held_out is not None and step % 10 == 1:
             history.append({"step": step - 1, "bits": _bits(model, held_out)})
         model.train()
         tokens = random_windows(data, config.batch, config.context, draw).long().to(device)
-        caught: AbstractContextManager[list[Tensor]] = hidden_activations(model) if config.l1 else nullcontext([])
-        with caught as hidden:
+        asked: AbstractContextManager[Sequence[LayerTerm]] = layer_terms(model) if config.l1 else nullcontext(())
+        with asked as terms:
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         if config.l1:
             coefficient = l1_coefficient(config.l1, config.l1_delay, config.l1_warmup, step)
-            loss = loss + coefficient * l1_penalty(hidden)
+            loss = loss + coefficient * sum(term.l1 for term in terms) / len(terms)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.clip)

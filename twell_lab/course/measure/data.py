@@ -226,7 +226,7 @@ def cut_trained(sparsities: tuple[float, ...] = (0.98, 0.99, 0.995), windows: in
 
     Thresholds are chosen on every second window, and the loss is that of the others."""
     model = LanguageModel.load(core.data_dir() / "checkpoints" / "small")
-    text = source.standard_library().split()[1].data
+    text = source.standard_library().split()[1].tokens
     tokens = source.spread_windows(text, windows, model.config.context)[:, :-1].long()
     chosen = calibrate(model, tokens[::2].split(16), method="cats")
     made = []

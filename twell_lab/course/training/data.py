@@ -34,7 +34,7 @@ def some_text(size: int = 2_000_000, path=None) -> Text:
 
 def held_out(text: Text, windows: int = 64, context: int = SMALL.context, device: str = "cpu") -> Tensor:
     """Windows of the part of a text that training never sees: int64 [at most windows, context]."""
-    return spread_windows(text.split()[1].data, windows, context)[:, :-1].to(device)
+    return spread_windows(text.split()[1].tokens, windows, context)[:, :-1].to(device)
 
 
 # ---- who fires ----

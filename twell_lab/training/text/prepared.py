@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from ...core import LOCK, InputError, TextError, locked_folder
 from . import source
 from . import tokenizer as tokenizers
-from .source import Readable, Text
+from .source import Text
 from .tokenizer import Tokenizer
 
 MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
@@ -34,54 +33,26 @@ SAMPLE = 100_000_000  # bytes at the beginning of the text; a BPE is trained on 
 CHUNK = 16 * 2**20  # bytes that are encoded at a time
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedText(Readable):
-    """A text in a folder that `prepare` made, or a part of it, to train on or to profile with, as a Text is.
-
-    tokens: uint8, int16 or int32 [n] on the CPU, mapped from the file: what is not read takes no memory. cut: bytes and
-    tokens of the training part, which comes first."""
-
-    name: str
-    sha256: str
-    size: int
-    tokens: Tensor
-    tokenizer: Tokenizer
-    cut: tuple[int, int]
-    source: dict | None = None
-
-    def split(self) -> tuple[PreparedText, PreparedText]:
-        """Return the training and the validation part, as `prepare` cut them."""
-        size, count = self.cut
-        training = replace(self, name=f"{self.name}, training part", size=size, tokens=self.tokens[:count])
-        rest = replace(self, name=f"{self.name}, validation part", size=self.size - size, tokens=self.tokens[count:])
-        return training, rest
-
-
-def load_any(
-    spec: str | os.PathLike | Text | PreparedText | None, *, tokenizer: str | os.PathLike | Tokenizer | None = None
-) -> Text | PreparedText:
-    """Return the text that a command line or a config names, with the tokenizer to read it through.
+def load_any(spec: str | os.PathLike | Text | None, *, tokenizer: str | os.PathLike | Tokenizer | None = None) -> Text:
+    """Return the text that a command line or a config names, read through a tokenizer.
 
     spec: as for source.stream, a folder that `prepare` made, or a text. tokenizer: None (that of the text, or bytes),
     "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the training part of the text), a path of a tokenizer's
     JSON, or a tokenizer. TextError for what can't be read, StackError for an optional package that is missing, and
     InputError for a wrong vocabulary, and another tokenizer than the one that a text was prepared with."""
-    if isinstance(spec, (Text, PreparedText)):
+    if isinstance(spec, Text):
         text = spec
     else:
         text = load(spec) if spec is not None and is_prepared(spec) else source.load(spec)
-    if tokenizer is None:
+    wanted = text.tokenizer if tokenizer is None else tokenizers.named(tokenizer)
+    if wanted in (text.tokenizer, text.vocabulary):
         return text
-    wanted = tokenizers.named(tokenizer)
-    if isinstance(text, Text):
-        wanted = tokenizers.train(text.split()[0], wanted) if isinstance(wanted, int) else wanted
-        return replace(text, tokenizer=wanted)
-    if wanted not in (text.tokenizer, text.vocabulary):
-        raise InputError(
-            f"tokenizer is {getattr(tokenizer, 'name', tokenizer)!r}, and the text {text.name!r} was prepared with "
-            f"another of {text.vocabulary}; accepted: that one, or a text that is not prepared"
-        )
-    return text
+    if text.cut is None:
+        return text.encoded(wanted)
+    raise InputError(
+        f"tokenizer is {getattr(tokenizer, 'name', tokenizer)!r}, and the text {text.name!r} was prepared with "
+        f"another of {text.vocabulary}; accepted: that one, or a text that is not prepared"
+    )
 
 
 def is_prepared(path: str | os.PathLike) -> bool:
@@ -89,7 +60,7 @@ def is_prepared(path: str | os.PathLike) -> bool:
     return os.path.isfile(Path(path, MANIFEST)) and not os.path.exists(Path(path, UNFINISHED))
 
 
-def load(folder: str | os.PathLike) -> PreparedText:
+def load(folder: str | os.PathLike) -> Text:
     """Return the text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens are
     missing or not those of one preparation."""
     folder = Path(folder)
@@ -100,7 +71,7 @@ def load(folder: str | os.PathLike) -> PreparedText:
         tokens = _mapped(folder / TOKENS, fields["dtype"])
         if (fields["format"], fields["tokenizer"], fields["count"]) != (FORMAT, tokenizer.sha256, len(tokens)):
             raise ValueError(f"{TOKENS}, {TOKENIZER} or the format is another than {MANIFEST} says")
-        text = PreparedText(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
+        text = Text(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
         text.split()  # or the manifest is damaged
         return text
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -117,7 +88,7 @@ def prepare(
     *,
     tokenizer: str | os.PathLike | Tokenizer | None = None,
     on_bytes: Callable[[int], object] = lambda size: None,
-) -> PreparedText:
+) -> Text:
     """Read a text, encode it, and keep it in the folder `out`. Its end becomes the validation part: 64 MiB, or a tenth
     of a shorter text. What a preparation that fails or is killed leaves is no text, and the next one writes over it.
 

@@ -16,7 +16,6 @@ import sysconfig
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -24,8 +23,9 @@ from urllib.parse import parse_qsl
 import torch
 from torch import Tensor
 
-from ...core import InputError, TextError, TwellError
-from .tokenizer import BYTES, CHUNK, Tokenizer, optional, pieces
+from ...core import InputError, TextError, TwellError, optional
+from . import tokenizer as tokenizers
+from .tokenizer import BYTES, CHUNK, Tokenizer, pieces
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
@@ -37,18 +37,23 @@ _PARTS = {"subset": None, "split": "train", "column": "text", "bytes": None, "re
 TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
 
 
-class Readable:
-    """What a model can be trained on: a Text, or a PreparedText (twell_lab.training.text.prepared).
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A text as a model reads it, in memory or mapped from a file.
 
-    name: for a record; never a path of this machine. sha256, hexadecimal, and size: of its bytes. tokens: integers [n]
-    on the CPU. tokenizer: what the bytes are read as. source: of a dataset, where it comes from, ready for JSON."""
+    name: for a record; never a path of this machine. sha256, hexadecimal: of the bytes of the whole text, also in a
+    part of one; size: how many bytes there are. tokens: integers [n] on the CPU; uint8 [size], the bytes themselves,
+    unless `tokenizer` is another. starts: of bytes, where files begin, ascending. cut: bytes and tokens of the training
+    part, which comes first; None where `split` finds it. source: of a dataset, where it comes from, ready for JSON."""
 
     name: str
     sha256: str
     size: int
     tokens: Tensor
-    tokenizer: Tokenizer
-    source: dict | None
+    tokenizer: Tokenizer = BYTES
+    starts: tuple[int, ...] = (0,)
+    cut: tuple[int, int] | None = None
+    source: dict | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -62,60 +67,47 @@ class Readable:
             fields["tokenizer"] = self.tokenizer.describe()
         return fields if self.source is None else {**fields, "source": self.source}
 
-
-@dataclass(frozen=True, eq=False)
-class Text(Readable):
-    """A text in memory. data: its bytes, uint8 [size] on the CPU. starts: where its files begin, ascending."""
-
-    name: str
-    sha256: str
-    data: Tensor
-    starts: tuple[int, ...] = (0,)
-    tokenizer: Tokenizer = BYTES
-    source: dict | None = None
-
-    @property
-    def size(self) -> int:  # type: ignore[override]  # a field of the others, here read off the data
-        """Return the length in bytes."""
-        return self.data.numel()
-
-    @cached_property
-    def tokens(self) -> Tensor:  # type: ignore[override]
-        """Return the token numbers [n], encoded when first used; for bytes this is `data` itself."""
-        return self.tokenizer.encode(self.data, self.starts)
-
     def split(self, fraction: float = TRAINING) -> tuple[Text, Text]:
-        """Cut into a training text (about this fraction of the bytes) and the rest, for validation.
+        """Return a training text and the rest, for validation: as `cut` says, or about this fraction of the bytes.
 
         The cut falls between two files, so that no validation window continues a file seen in training. Where that
         would make the validation part less than half or more than twice its share (a single file, or one much larger
         than the others), the cut falls at the end of a line instead, or where no line ends nearby, at exactly that
         share. TextError where either part would be empty."""
+        size, count = self.cut or (self._end(fraction),) * 2
+        inside = tuple(start for start in self.starts if start < count)
+        beyond = (0, *(start - count for start in self.starts if start > count))
+        of_training, rest = f"{self.name}, training part", f"{self.name}, validation part"
+        return (
+            replace(self, name=of_training, size=size, tokens=self.tokens[:count], starts=inside, cut=None),
+            replace(self, name=rest, size=self.size - size, tokens=self.tokens[count:], starts=beyond, cut=None),
+        )
+
+    def _end(self, fraction: float) -> int:
         if self.size < 2:
             raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
         wanted, share = fraction * self.size, (1 - fraction) * self.size
         fitting = [start for start in self.starts if start and share / 2 <= self.size - start <= share * 2]
         first = min(max(int(wanted), 1), self.size - 1)
-        nearby = self.data[first - 1 : min(first + 4096, self.size - 1)].numpy().tobytes()
-        cut = min(fitting, key=lambda start: abs(start - wanted), default=first + max(nearby.find(b"\n"), 0))
-        return self._part(0, cut, "training part"), self._part(cut, self.size, "validation part")
+        nearby = self.tokens[first - 1 : min(first + 4096, self.size - 1)].numpy().tobytes()
+        return min(fitting, key=lambda start: abs(start - wanted), default=first + max(nearby.find(b"\n"), 0))
 
-    def _part(self, begin: int, end: int, which: str) -> Text:
-        data = self.data[begin:end]
-        inside = tuple(start - begin for start in self.starts if begin < start < end)
-        return replace(self, name=f"{self.name}, {which}", sha256=digest(data), data=data, starts=(0, *inside))
+    def encoded(self, tokenizer: Tokenizer | int) -> Text:
+        """Return this text of bytes through a tokenizer, or a BPE of so many tokens that is trained on its training
+        part. TextError for a tokenizer that loses bytes."""
+        parts = self.split()
+        own = tokenizers.train(parts[0], tokenizer) if isinstance(tokenizer, int) else tokenizer
+        first, rest = (own.encode(part.tokens, part.starts) for part in parts)
+        cut = parts[0].size, len(first)
+        return replace(self, tokens=torch.cat([first, rest]), tokenizer=own, starts=(0,), cut=cut)
 
 
 def of_pieces(name: str, files: list[bytes], source: dict | None = None) -> Text:
-    """Return the Text of these files, none of which is empty."""
+    """Return the Text of these files, none of which is empty, as bytes."""
     content = bytearray().join(files)
     data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return Text(name, digest(data), data, tuple(accumulate(map(len, files[:-1]), initial=0)), source=source)
-
-
-def digest(data: Tensor) -> str:
-    """Return the SHA-256 of uint8 `data` on the CPU, hexadecimal."""
-    return hashlib.sha256(memoryview(data.numpy())).hexdigest()
+    starts = tuple(accumulate(map(len, files[:-1]), initial=0))
+    return Text(name, hashlib.sha256(content).hexdigest(), len(content), data, starts=starts, source=source)
 
 
 # ---- reading ----
@@ -286,7 +278,7 @@ def check_apart(folder: str | os.PathLike, text) -> None:
         )
 
 
-def check_enough(training: Readable, validation: Readable, batch: int, context: int) -> None:
+def check_enough(training: Text, validation: Text, batch: int, context: int) -> None:
     """Raise TextError unless a batch of windows of `context` tokens, and the one that follows them, fits into the
     training text and one window into the validation text."""
     for part, windows in ((training, batch), (validation, 1)):

@@ -6,13 +6,11 @@ optional package. Tokens stand for different numbers of bytes, so losses are com
 from __future__ import annotations
 
 import hashlib
-import importlib
 import io
 import json
 import os
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -20,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core import InputError, StackError, TextError, read_file, write_atomically
-from ...models.llama import bytes_tokenizer
+from ...core import InputError, TextError, optional, read_file, write_atomically
+from ...models.llama import alphabet, bytes_tokenizer
 
 if TYPE_CHECKING:
     from .source import Text
@@ -96,7 +94,7 @@ class BPE(Tokenizer):
         self.vocabulary = max([*own.values(), *added], default=-1) + 1  # some files skip numbers
         if not 1 <= self.vocabulary <= _MOST:
             raise TextError(f"{name} has {self.vocabulary} token numbers; accepted: from 1 to {_MOST}")
-        byte_of = {character: byte for byte, character in _alphabet().items()}
+        byte_of = {character: byte for byte, character in enumerate(alphabet())}
         self._bytes = [b""] * self.vocabulary  # of each token, by its number
         for token, number in own.items():
             if byte_of.keys() >= {*token}:
@@ -143,9 +141,9 @@ def train(text: Text, vocabulary: int) -> BPE:
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocabulary, show_progress=False, special_tokens=[], initial_alphabet=sorted(_alphabet().values())
+        vocab_size=vocabulary, show_progress=False, special_tokens=[], initial_alphabet=sorted(alphabet())
     )
-    strings = _strings(text.data.cpu().numpy().tobytes(), text.starts)
+    strings = _strings(text.tokens.cpu().numpy().tobytes(), text.starts)
     tokenizer.train_from_iterator((piece for piece in strings if isinstance(piece, str)), trainer)
     trained = BPE(tokenizer.to_str())
     trained.name = f"BPE of {trained.vocabulary}, from {text.name}"
@@ -213,23 +211,5 @@ def _strings(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
                     yield part.encode("utf-8", "surrogateescape") if broken else part
 
 
-@cache
-def _alphabet() -> dict[int, str]:
-    """Return the character by which byte-level tokenizers since GPT-2 write each byte: Latin-1's for the printable
-    ones, and for the others, in order, the characters from U+0100 on."""
-    alphabet = sorted(_library().pre_tokenizers.ByteLevel.alphabet())
-    return dict(zip(sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte)), alphabet, strict=True))
-
-
 def _library():
     return optional("tokenizers", "a BPE tokenizer")
-
-
-def optional(module: str, what: str, package: str | None = None):
-    """Import an optional package. what: what needs it, for the message of a StackError where it is not installed.
-    package: its name on the index, unless that is the module's."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = package or module
-        raise StackError(f"{what} needs the {package} library: pip install {package}") from None
