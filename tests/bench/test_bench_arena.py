@@ -20,6 +20,7 @@ FILES = {
     "silent": "def layer(given):\n    return None\n",
 }
 SAID = {"wrong": "WrongResult", "narrow": "[1, 31]", "other": "torch.float64", "broken": "ValueError: sm_100 alone"}
+SAID["silent"] = "not for such a layer"
 CASES = [arena.Case(3, 8, 0.0, 32, 256, 2, torch.float32), arena.Case(1, 8, 0.5, 32, 256, 2, torch.float16)]
 
 
@@ -50,7 +51,7 @@ def test_a_layer_says_which_function_it_is():
     share = (layer.x.abs() < layer.cut[0]).float().mean()
     assert abs(share - 0.5) < 0.05 and layer.activation == "silu"
     with pytest.raises(arena.clock.WrongResult, match="a row is off by"):
-        layer.judge("uncut", arena.dense(*layer[:5]))
+        layer.judge(arena.dense(*layer[:5]))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,6 @@ def test_the_command_takes_a_folder(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(arena, "CASES", CASES[:1])
     monkeypatch.setattr(recordings, "need_gpu", lambda: None)
     assert cli.main(["record", "arena", "--rivals", str(folder), "--out", str(tmp_path / "out")]) == 0
-    assert "arena: wrong" in capsys.readouterr().err
     (file,) = (tmp_path / "out").glob("arena-*.json")
     record = records.load(file)
     assert [row["path"] for row in record.rows][-1] == "right" and len(record.notes["refused"]) == len(SAID)

@@ -20,7 +20,7 @@ def test_rows(monkeypatch):
         "clocked",
         lambda calls, *_, **__: (dict.fromkeys(calls, [1.0]), dict.fromkeys(calls, ([1.0], [1.0]))),
     )
-    made = [row for steps in experiments.sections(shape=TINY).values() for step in steps for row in step()]
+    made = [row for steps in experiments.sections({}, TINY).values() for step in steps for row in step()]
     Record.new("experiments", "a test's own", made)
     switched, fused = made[:2]
     assert (switched["path"], fused["path"]) == (experiments.SWITCH, experiments.FUSE)

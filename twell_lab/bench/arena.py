@@ -52,14 +52,13 @@ class Layer(NamedTuple):
     cut: tuple[float, float] | None = None
     sparsity: float = 0.0
 
-    def judge(self, path: str, y: Tensor) -> float:
+    def judge(self, y: Tensor) -> float:
         """Return how far y is from the float64 result, of its norm. WrongResult where a row is off by more than OFF."""
         exact = dense(*(part.double() if isinstance(part, Tensor) else part for part in self[:6]))
         if (y.shape, y.dtype) != (exact.shape, self.x.dtype):
-            raise clock.WrongResult(f"{path} gave {y.dtype} {list(y.shape)}: it was not timed")
+            raise clock.WrongResult(f"the output is {y.dtype} {list(y.shape)}: it was not timed")
         off, size = (y.double() - exact).norm(dim=1), exact.norm(dim=1)
-        if not (worst := float((off / size.clamp(min=size.mean())).max())) <= OFF:
-            raise clock.WrongResult(f"{path}: a row is off by {worst:.3g} of its norm: it was not timed")
+        rows.hold("a row", float((off / size.clamp(min=size.mean())).max()), OFF)
         return float(off.norm() / size.norm())
 
 
@@ -117,7 +116,6 @@ def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str
     """Return the rows of a case: torch's dense layer, on a GPU also compiled in two ways, ours, and the rivals."""
     device = clock.present_device(None)
     layers, ours = case.draw(device)
-    whole = [layer._replace(cut=None) for layer in layers]
     ways: dict[str, Callable] = {rows.DENSE: dense}
     if device.type == "cuda":
         torch._dynamo.reset()
@@ -128,31 +126,28 @@ def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str
     }
     makers |= {path: partial(lambda left, _: next(left), iter(modules)) for path, modules in ours.items()}
     makers |= {path: file.layer for path, file in rivals.items()}
-    calls, graphs, facts = rows.Calls(), rows.Calls(), dict[str, dict]()
-    for path, make in makers.items():
-        try:
-            runs = [make(layer) for layer in layers]
-            if None in runs:
-                continue
-            given = whole if path in ways else layers
-            error = max(layer.judge(path, run(layer.x)) for layer, run in zip(given, runs))
-            call = partial(lambda runs, turn: [run(layer.x) for run, layer in zip(runs, layers)], runs)
-            if device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own on
-                    graphs[f"{path} (graph)"] = clock.graphed(call, inputs=1)
-        except Exception as error:
-            if path not in rivals:
-                raise
-            left_out[f"{path}, {case.label}"] = why = f"{type(error).__name__}: {str(error)[:300]}"
-            print(f"arena: {path}, {case.label}: {why}", file=sys.stderr, flush=True)
-            continue
+
+    def entry(path: str) -> tuple[rows.Call, dict]:
+        runs = [makers[path](layer) for layer in layers]
+        if None in runs:
+            raise InputError("it is not for such a layer")
+        given = [layer._replace(cut=None) for layer in layers] if path in ways else layers
+        error = max(layer.judge(run(layer.x)) for layer, run in zip(given, runs))
+        call = lambda turn: [run(layer.x) for run, layer in zip(runs, layers)]
+        if device.type == "cuda":
+            with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own on
+                clock.graphed(call, inputs=1)
         texts = {key: getattr(rivals[path], key) for key, kind in NEEDED.items() if path in rivals and kind is str}
-        calls[path], facts[path] = call, {"error": error, **texts}
-    samples, bursts = rows.clocked(calls, device, seconds)
+        return call, {"error": error, **texts}
+
+    refused: dict[str, str] = {}
+    calls, facts = rows.admit({path: partial(entry, path) for path in makers}, refused)
+    left_out |= {f"{path}, {case.label}": why for path, why in refused.items()}
+    samples, bursts = rows.clocked(calls, device, seconds, graphs=True, compiled=True)
     one = lambda values: [ms / len(layers) for ms in values]  # noqa: E731
-    samples = {path: one(values) for path, values in (samples | (clock.time_cuda(graphs) if graphs else {})).items()}
     shared = rows.of_layer("arena", layers[0].x, case.d_ff, case.label) | {"layers": len(layers)}
     shared |= {"sparsity": case.sparsity} if case.sparsity else {"nnz": case.nnz}
+    samples = {path: one(values) for path, values in samples.items()}
     return rows.table(shared, samples, facts, {path: (one(host), one(wall)) for path, (host, wall) in bursts.items()})
 
 
@@ -185,4 +180,4 @@ CASES = [  # what says most comes first, should the time not do for all
 def sections(left_out: dict, rivals: str | Path | None = None) -> rows.Sections:
     """Return the steps of the record. rivals: the folder of others' code."""
     others = {} if rivals is None else rivals_in(rivals)
-    return {case.label: [partial(case_rows, case, others, left_out)] for case in CASES}
+    return {case.label: rows.steps(case_rows, [case], [others], [left_out]) for case in CASES}

@@ -8,8 +8,9 @@ of calls that is waited for at its end, divided by the calls. `host_us` is the p
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,13 +25,16 @@ from ..ops import clock as clocks
 
 DENSE, COMPILED = "dense eager", "dense compiled"  # the paths that every other path is compared with
 BURSTS = 5  # samples of the wall time of a call
+PART_ROUNDS = 10  # samples of a part of a layer, or of a conversion
 BURST_MS = 5.0  # about how long the calls of a burst take, if one call is not longer
 LARGE = 2**14  # for more tokens only one input is captured: the graphs of several would not fit into the memory
 # Calls of a burst at most. The driver's queue holds about a thousand launches, and the host waits once it is full.
 MOST = 50
 
-Calls = dict[str, Callable[[int], object]]  # each takes the number of its turn
-Sections = dict[str, list[Callable[[], list[dict]]]]  # of a record: steps, each of which returns rows
+Call = Callable[[int], object]  # takes the number of its turn
+Calls = dict[str, Call]
+Step = Callable[[], list[dict]]
+Sections = dict[str, list[Step]]  # of a record: steps, each of which returns rows
 Samples = dict[str, list[float]]  # milliseconds of the device, by the name of the call
 Bursts = dict[str, tuple[list[float], list[float]]]  # milliseconds a call, of the host and on the wall
 
@@ -117,7 +121,12 @@ def table(
 # ---- the clocks ----
 
 
-def over(call: Callable[[Any], object], inputs: Sequence) -> Callable[[int], object]:
+def steps(function: Callable[..., list[dict]], *axes: Iterable) -> list[Step]:
+    """Return a step of a record for each combination of the values of these axes, the last of which changes first."""
+    return [functools.partial(function, *values) for values in itertools.product(*axes)]
+
+
+def over(call: Callable[[Any], object], inputs: Sequence) -> Call:
     """Return the call as the clocks take it: the inputs in turn."""
     return lambda turn: call(inputs[turn % len(inputs)])
 
@@ -139,9 +148,9 @@ def clocked(
 
     A CPU has one clock: there for about so many seconds, thirty times at most and five at least, or twice where a turn
     takes longer than that. tokens: what a call computes; by default too many for graphs. parts: calls that are timed
-    beside these, but never as graphs, nor in bursts. graphs: replay graphs for many tokens too. compiled: of compiled
-    calls too. rounds: samples of each call on the device, and bursts; by default what the clocks take, and BURSTS.
-    most: calls of a burst at most."""
+    after these, on a GPU PART_ROUNDS times, and never as graphs, nor in bursts. graphs: replay graphs for many tokens
+    too. compiled: of compiled calls too. rounds: samples of each call on the device, and bursts; by default what the
+    clocks take, and BURSTS. most: calls of a burst at most."""
     if device.type == "cpu":
         return _clock_cpu(calls | (parts or {}), seconds)
     samples, bursts = _clock_gpu(calls, parts or {}, rounds, most)
@@ -156,11 +165,10 @@ def clocked(
 
 
 def _clock_gpu(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[Samples, Bursts]:
-    both = {**calls, **parts}
-    samples = clocks.time_cuda(both) if rounds is None else clocks.time_cuda(both, rounds=rounds)
-    longest = max(clocks.quartiles(samples[name])[0] for name in calls)
-    count = min(most, max(1, round(BURST_MS / longest)))
-    return samples, clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
+    samples = clocks.time_cuda(calls) if rounds is None else clocks.time_cuda(calls, rounds=rounds)
+    count = min(most, max(1, round(BURST_MS / max(clocks.quartiles(taken)[0] for taken in samples.values()))))
+    bursts = clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
+    return samples | (clocks.time_cuda(parts, rounds=PART_ROUNDS, warm=1) if parts else {}), bursts
 
 
 def _clock_cpu(calls: Calls, seconds: float) -> tuple[Samples, Bursts]:
@@ -177,25 +185,25 @@ def _clock_cpu(calls: Calls, seconds: float) -> tuple[Samples, Bursts]:
 def measured(
     shared: dict, calls: Calls, seconds: float = 2.0, facts: dict[str, dict] | None = None, base=DENSE, **how
 ) -> list[dict]:
-    """Return the rows of `table` of these calls, timed as `clocked` does on the device that `shared` names."""
-    samples, bursts = clocked(calls, torch.device("cpu" if shared["device"] == "CPU" else "cuda"), seconds, **how)
-    return table(shared, samples, facts, bursts, base)
+    """Return the rows of `table` of these calls, timed as `clocked` does on the device that `shared` names; on a GPU
+    with the peak memory of a plain call."""
+    on_gpu = shared["device"] != "CPU"
+    samples, bursts = clocked(calls, torch.device("cuda" if on_gpu else "cpu"), seconds, **how)
+    made = table(shared, samples, facts, bursts, base)
+    for row in made if on_gpu else ():
+        if (call := calls.get(row["path"])) is not None:
+            row["peak_bytes"] = clocks.peak_bytes(call)
+    return made
 
 
 def timed(shared: dict, calls: Calls, facts: dict[str, dict], *, seconds: float = 2.0, **how) -> list[dict]:
-    """Return the rows of `table` of these calls. On a GPU they are those of `measured`, with the peak memory of a call;
-    on a CPU, for about so many `seconds`, times of warm calls and of calls that find nothing in the caches
-    ("NAME (cold)"). how: as for `clocked`."""
+    """Return the rows of `measured` for so many tokens as `shared` says; on a CPU, for about so many `seconds`, times
+    of warm calls and of calls that find nothing in the caches ("NAME (cold)")."""
     if shared["device"] != "CPU":
-        made = measured(shared, calls, seconds, facts, tokens=shared["tokens"], **how)
-        peaks = {path: {"peak_bytes": clocks.peak_bytes(call)} for path, call in calls.items()}
-        return [row | peaks.get(row["path"], {}) for row in made]
+        return measured(shared, calls, seconds, facts, tokens=shared["tokens"], **how)
     samples = clocks.time_cpu(calls, seconds / 2)
     samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
-    return [
-        row | {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]}
-        for row in table(shared, samples, facts)  # a CPU has one clock
-    ]
+    return table(shared, samples, facts, {path: (ms, ms) for path, ms in samples.items()})  # a CPU has one clock
 
 
 def check_seconds(seconds: float | None) -> None:
@@ -214,6 +222,32 @@ def drain() -> None:
 # ---- checking ----
 
 
+def hold(what: str, error: float, allowed: float = 1.0) -> float:
+    """Return how far off a result is, rounded. WrongResult where that is more than is allowed, or no number."""
+    if not error <= allowed:
+        raise clocks.WrongResult(f"{what} is off by {error:.4g}, and {allowed:.4g} is allowed: nothing was timed")
+    return round(error, 4)
+
+
+def admit(ways: dict[str, Callable[[], tuple[Call, dict]]], left_out: dict[str, str]) -> tuple[Calls, dict[str, dict]]:
+    """Return the calls that `ways` make, and what the rows of each say, by path. A way checks its call first. Where it
+    raises anything but a lack of memory, it is not timed, and `left_out` says why."""
+    calls, facts = Calls(), dict[str, dict]()
+    for path, way in ways.items():
+        try:
+            calls[path], facts[path] = way()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # others' code, and compilers behind torch, raise their own kinds
+            left_out[path] = f"{type(error).__name__}: {first_line(error)}"
+    return calls, facts
+
+
+def first_line(error: Exception) -> str:
+    """Return how an error's message begins."""
+    return str(error).strip().partition("\n")[0][:200]
+
+
 @torch.no_grad()
 def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tensor], *, every_row: bool = True) -> float:
     """Check `call` before it is timed; returns the worst ratio of error to what is allowed.
@@ -227,8 +261,7 @@ def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tenso
         y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
         there = dense.isfinite().all(1)
         off = float(((y - dense)[there].norm(dim=1) / dense[there].norm(dim=1).clamp(min=1e-3)).max())
-        if not off <= 0.05:
-            raise clocks.WrongResult(f"a row differs from the dense layer's by {off:.3g} of it: nothing was timed")
+        hold("a row, beside the dense layer's,", off, 0.05)
     return worst
 
 
