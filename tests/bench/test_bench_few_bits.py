@@ -38,7 +38,7 @@ def test_a_product_of_few_bits_is_held_against_rounded_values(monkeypatch):
     monkeypatch.setattr(methods, "swapped", lambda layer, choice: lambda x: 1.03 * swapped(layer, choice)(x))
     monkeypatch.setattr(methods, "PATHS", ("int8",))
     dense, *parts = methods.few_bits_rows(5, FEW)
-    assert "y of int8 is off by 0.0" in dense["left_out"]["forced int8 (lossy)"]
+    assert "y of int8: off by 0.0" in dense["left_out"]["forced int8 (lossy)"]
     assert all(row["path"].startswith("part: ") for row in parts)
 
 

@@ -70,7 +70,7 @@ def test_what_this_device_does_not_have_and_what_is_wrong_is_said_and_not_timed(
     assert [row["path"] for row in made] == ["dense eager", "right", "part: right, conversion"]
     assert made[0]["left_out"].keys() == {"missing", "uncompiled", "wrong", "nan"}
     assert made[0]["left_out"]["missing"] == "DeviceError: no such unit"
-    assert made[0]["left_out"]["wrong"].startswith("WrongResult: a row is off by")
+    assert made[0]["left_out"]["wrong"].startswith("WrongResult: a row: off by")
 
 
 def test_two_four_in_blocks_is_multiplied_as_blocks_and_pruned_weights_as_layers():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.bench import energy, losses, models, whole
+from twell_lab.bench import losses, models, whole, workloads
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -60,11 +60,11 @@ def test_a_step_of_the_record_of_a_size_is_compiled_and_captured():
 
 
 def test_the_energy_of_calls_is_read():
-    read, why = energy.meter(torch.device("cuda"))
+    read, why = workloads.meter(torch.device("cuda"))
     if read is None:
         pytest.skip(why)
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    facts = energy.energy_facts(read, {"square": lambda turn: x @ x}, torch.cuda.synchronize, samples=5, tokens=1)
+    facts = workloads.energy_facts(read, {"square": lambda turn: x @ x}, torch.cuda.synchronize, samples=5, tokens=1)
     # 137 GFLOP: no GPU takes less than 0.1 pJ, or more than 100, for each.
     median, spread = facts["square"]["mj_per_token"], facts["square"]["mj_spread"]
     assert 10 < median < 1e4 and spread < 0.3 * median

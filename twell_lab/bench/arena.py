@@ -127,7 +127,7 @@ def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str
     makers |= {path: partial(lambda left, _: next(left), iter(modules)) for path, modules in ours.items()}
     makers |= {path: file.layer for path, file in rivals.items()}
 
-    def entry(path: str) -> tuple[rows.Call, dict]:
+    def entry(path: str) -> rows.Entry:
         runs = [makers[path](layer) for layer in layers]
         if None in runs:
             raise InputError("it is not for such a layer")
@@ -140,9 +140,7 @@ def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str
         texts = {key: getattr(rivals[path], key) for key, kind in NEEDED.items() if path in rivals and kind is str}
         return call, {"error": error, **texts}
 
-    refused: dict[str, str] = {}
-    calls, facts = rows.admit({path: partial(entry, path) for path in makers}, refused)
-    left_out |= {f"{path}, {case.label}": why for path, why in refused.items()}
+    calls, facts = rows.admit({path: partial(entry, path) for path in makers}, left_out, f"{case.label}, ")
     samples, bursts = rows.clocked(calls, device, seconds, graphs=True, compiled=True)
     one = lambda values: [ms / len(layers) for ms in values]  # noqa: E731
     shared = rows.of_layer("arena", layers[0].x, case.d_ff, case.label) | {"layers": len(layers)}
@@ -163,10 +161,9 @@ def rivals_in(folder: str | Path) -> dict[str, ModuleType]:
         except Exception as error:
             raise InputError(f"{str(file)!r:.200} raises {type(error).__name__}: {error}") from error
         for name, kind in NEEDED.items():
-            if not isinstance(getattr(module, name, None), kind):
-                raise InputError(f"{str(file)!r:.200} has no {name}; accepted: a file that has {', '.join(NEEDED)}")
-    if not rivals:
-        raise InputError(f"there is no file NAME.py in {str(folder)!r:.200}; accepted: a folder with one or more")
+            fits = isinstance(getattr(module, name, None), kind)
+            rows.need(fits, f"{str(file)!r:.200} has no {name}", f"a file that has {', '.join(NEEDED)}")
+    rows.need(rivals, f"there is no file NAME.py in {str(folder)!r:.200}", "a folder with one or more")
     return rivals
 
 

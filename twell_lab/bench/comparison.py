@@ -217,7 +217,7 @@ def beside(
     turned = [b.t().contiguous() for b in bs]
     dense = a @ bs[0]
 
-    def entry(method: Method) -> tuple[rows.Call, dict]:
+    def entry(method: Method) -> rows.Entry:
         given = turned if method.turned else bs
         call = partial(method.multiply, method.convert(a))
         c = call(given[0])

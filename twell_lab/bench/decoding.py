@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..analysis.planner import plan
-from ..analysis.profile import profile
 from ..layers.find import feed_forwards
 from ..layers.skipping import SkippingLinear
 from ..models.generate import forget, generate
@@ -22,8 +20,9 @@ from ..models.thresholds import calibrate
 from ..models.tiny import ModelConfig
 from ..ops import clock
 from . import drawn, rows, workloads
+from .models import FOR_GRAPHS, PLANNED, Bench
 
-DENSE, PLANNED = "dense", "planned"
+DENSE = "dense"  # what rows call the model as it is
 EIGHT = ModelConfig(vocabulary=128_256, d_model=4096, layers=32, heads=32, d_ff=14_336, context=2048)
 SPARSITIES = (0.5, 0.65)  # of thresholds
 _SURE = 8  # sequences from which not all can have parted at the first token by chance
@@ -91,14 +90,10 @@ def _walls(call: Callable[[int], object], rounds: int) -> list[float]:
 
 def models(shape: Shape) -> dict[str, Any]:
     """Return the dense model, and the one that a plan for captured steps of these batches swapped."""
-    sizes = drawn.sizes_of(shape.model)
-    dense = drawn.fired(sizes, shape.device, shape.dtype)
-    tokens = torch.randint(0, sizes.vocabulary, (8, min(512, sizes.context)), device=shape.device)
-    planned = copy.deepcopy(dense)
-    calls = "captured" if shape.device == "cuda" else "eager"
-    how = dict(tokens=shape.batches, calls=calls, batches=tokens[4:].split(2), progress=False)
-    sparsify(planned, plan(profile(planned, tokens[:4].split(2)), planned, **how))
-    return {DENSE: dense, PLANNED: planned}
+    on_gpu = shape.device == "cuda"
+    bench = Bench(shape.model, tokens=(), batches=shape.batches, device=shape.device, dtype=shape.dtype)
+    plan = bench.planned(FOR_GRAPHS if on_gpu else PLANNED)
+    return {DENSE: bench.dense.model, PLANNED: sparsify(copy.deepcopy(bench.dense.model), plan)}
 
 
 def sections(left_out: dict | None = None, shape: Shape | None = None) -> rows.Sections:
@@ -106,11 +101,8 @@ def sections(left_out: dict | None = None, shape: Shape | None = None) -> rows.S
     shape = shape or Shape()
     both = functools.cache(lambda: models(shape))
     first, *others = shape.batches
-
-    def steps(ways: Iterable[str], *batches: int) -> list[Callable[[], list[dict]]]:
-        return [functools.partial(decoding_rows, both, shape, way, batch) for way in ways for batch in batches]
-
-    return {f"batch {first}": steps(WAYS, first)} | {way: steps([way], *others) for way in WAYS}
+    step = functools.partial(decoding_rows, both, shape)
+    return {f"batch {first}": rows.steps(step, WAYS, [first])} | {way: rows.steps(step, [way], others) for way in WAYS}
 
 
 # ---- thresholds ----
@@ -150,4 +142,4 @@ def eight(left_out: dict | None = None, shape: Shape | None = None) -> rows.Sect
     def step(sparsity: float, batch: int) -> list[dict]:
         return decoding_rows(lambda: models()(sparsity), shape, "tl.generate", batch)
 
-    return {f"{cut:.0%}": [functools.partial(step, cut, batch) for batch in shape.batches] for cut in SPARSITIES}
+    return {f"{cut:.0%}": rows.steps(step, [cut], shape.batches) for cut in SPARSITIES}

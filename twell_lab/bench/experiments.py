@@ -89,8 +89,8 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
 
 def product_rows(sizes: Product, backend: str | None = None) -> list[dict]:
     """Return the rows of y = h Wd^T with h [tokens, d_ff] dropped 2:4, with its compression and without, beside the
-    dense product; of the backend of torch's that runs, cuSPARSELt if it does. Drawing the pattern is in none of them.
-    clock.WrongResult where the 2:4 product is more than twice as far from float64 as the dense one."""
+    dense product. Drawing the pattern is in none of them. clock.WrongResult where the 2:4 product is more than twice as
+    far from float64 as the dense one. backend: of torch's, by default cuSPARSELt where it runs."""
     if backend is None:
         try:
             return product_rows(sizes, usual_backend())
@@ -104,7 +104,7 @@ def product_rows(sizes: Product, backend: str | None = None) -> list[dict]:
         sparse = kind.from_dense(h)
         exact, results = h[:256].double() @ weight.double().t(), (h @ weight.t(), sparse @ weight.t())
     dense, ours = (float((y[:256].double() - exact).norm()) for y in results)
-    ratio = rows.hold("the 2:4 product, beside the dense one,", ours / max(dense, 1e-30), 2.0)
+    ratio = rows.hold("the 2:4 product, beside the dense one", ours / max(dense, 1e-30), 2.0)
     calls: rows.Calls = {
         "dense product": lambda turn: h @ weight.t(),
         "compress": lambda turn: kind.from_dense(h),
@@ -127,7 +127,7 @@ def step_rows(sizes: Product, left_out: dict[str, str]) -> list[dict]:
         dense.weight.copy_(draw(d_model, d_ff) / d_ff**0.5)
     dy = draw(tokens, d_model).bfloat16()
 
-    def entry(operand: str) -> tuple[rows.Call, dict]:
+    def entry(operand: str) -> rows.Entry:
         layer = TwoFourLinear(dense, operand) if operand else dense
 
         def step(turn: int) -> None:

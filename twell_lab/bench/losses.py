@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -207,7 +206,7 @@ def way_rows(trained: Trained, way: Way) -> list[dict]:
         "bits_before": round(before, 5),
         "bits_after": round(trained.bits(model), 5),
     }
-    return [rows.row(shared | facts, way.name, samples)]
+    return rows.table(shared | facts, {way.name: samples}, base=None)
 
 
 def _prune(model: nn.Module, mask: Callable[[Tensor], Tensor], **how: str) -> None:
@@ -222,12 +221,9 @@ def _linear(model: nn.Module) -> list[nn.Module]:
 def pruning(left_out: dict | None = None, shape: Pruned | None = None) -> rows.Sections:
     """Return the steps of the record, one for each seed and way. A model is trained when its first way needs it."""
     shape = shape or (Pruned() if torch.cuda.is_available() else SMALL_PRUNED)
-
-    def steps(seed: int) -> list[Callable[[], list[dict]]]:
-        trained = functools.cache(lambda: Trained(shape, seed))
-        return [functools.partial(lambda way: way_rows(trained(), way), way) for way in WAYS]
-
-    return {f"seed {seed}": steps(seed) for seed in shape.seeds}
+    trained = functools.cache(functools.partial(Trained, shape))
+    step = lambda seed, way: way_rows(trained(seed), way)  # noqa: E731
+    return {f"seed {seed}": rows.steps(step, [seed], WAYS) for seed in shape.seeds}
 
 
 # ---- dropout as 2:4 ----
@@ -342,8 +338,7 @@ def cut_rows(trained: Calibrated, method: str, sparsity: float) -> list[dict]:
 def thresholds(left_out: dict | None = None, shape: Cut = Cut()) -> rows.Sections:
     """Return the steps of the record: one for each method and sparsity. The first one trains the model."""
     trained = functools.cache(lambda: Calibrated(shape))
-    steps = itertools.product(PATHS, shape.sparsities)
-    return {"thresholds": [functools.partial(lambda *how: cut_rows(trained(), *how), *how) for how in steps]}
+    return {"thresholds": rows.steps(lambda *how: cut_rows(trained(), *how), PATHS, shape.sparsities)}
 
 
 # ---- chosen neurons: predictors (Deja Vu), core neurons (CoreInfer), thresholds, and L1, which loses nothing ----
@@ -445,8 +440,7 @@ def chosen_rows(shape: Chosen) -> list[dict]:
     models[QUIET] = quiet.to(dtype)
     models[LOSSLESS] = sparsify(copy.deepcopy(quiet), "twell")
     dense, sparse = (models[path](windows[:4]).float() for path in (QUIET, LOSSLESS))
-    if not (dense - sparse).norm() <= (0.02 if dtype == torch.bfloat16 else 1e-3) * dense.norm():
-        raise clock.WrongResult(f"{LOSSLESS}: other logits than the dense model's: nothing was timed")
+    rows.hold(LOSSLESS, float((dense - sparse).norm() / dense.norm()), 0.02 if dtype == torch.bfloat16 else 1e-3)
     tokens = Tokens(plain.config.vocabulary, device, held_out.long())
     how = {"cached": context, "nnz": plain.config.d_ff * density, "seconds": shape.seconds}
     return decode_rows("chosen_neurons", f"{{}}, ReLU trained on {text.name}", models, facts, tokens, 1, **how)

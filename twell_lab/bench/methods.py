@@ -285,7 +285,7 @@ def few_bits_rows(tokens: int, sizes: Sizes = Sizes()) -> list[dict]:
     layer, xs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", *how)
     exact = copy.deepcopy(layer).double()(xs[0].double())
 
-    def entry(name: str) -> tuple[rows.Call, dict]:
+    def entry(name: str) -> rows.Entry:
         call = swapped(layer, Choice(name))
         y = call(xs[0])
         error = output_error(y, exact)
@@ -303,7 +303,7 @@ def few_bits_rows(tokens: int, sizes: Sizes = Sizes()) -> list[dict]:
     return rows.measured(shared, calls, sizes.seconds, facts, tokens=tokens, parts=parts)
 
 
-def products_of(weight: Tensor, xs: list[Tensor]) -> dict[str, Callable[[], tuple[rows.Call, dict]]]:
+def products_of(weight: Tensor, xs: list[Tensor]) -> dict[str, Callable[[], rows.Entry]]:
     """Return ways to compute the gate's product, by name, x being rounded and what is packed expanded in the call. Each
     compares its result with the same values multiplied otherwise."""
     gate, pruned = quantise(weight), torch.where(two_four_mask(weight), weight, 0)
@@ -315,7 +315,7 @@ def products_of(weight: Tensor, xs: list[Tensor]) -> dict[str, Callable[[], tupl
             raise DeviceError("the kernel needs a GPU of compute capability 8.0 and 16 bits")
         return functools.partial(int8_linear, rows=gate)
 
-    def way(call: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]) -> tuple[rows.Call, dict]:
+    def way(call: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]) -> rows.Entry:
         y, wanted = call(xs[0]).float(), right(xs[0]).float()
         if not torch.allclose(y, wanted, rtol=torch.finfo(weight.dtype).eps):
             raise clock.WrongResult("it differs from the same values multiplied otherwise: it was not timed")

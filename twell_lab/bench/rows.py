@@ -33,6 +33,7 @@ MOST = 50
 
 Call = Callable[[int], object]  # takes the number of its turn
 Calls = dict[str, Call]
+Entry = tuple[Call, dict]  # a call that was checked, and what its rows say
 Step = Callable[[], list[dict]]
 Sections = dict[str, list[Step]]  # of a record: steps, each of which returns rows
 Samples = dict[str, list[float]]  # milliseconds of the device, by the name of the call
@@ -66,28 +67,6 @@ def describe(kind: str, inputs: list[Tensor], first: Tensor, label: str, bias: T
     return of_layer(kind, inputs[0], len(first), label) | {"nnz": round(float(sum(fired) / len(fired)), 2)}
 
 
-def row(
-    shared: dict,
-    path: str,
-    samples: list[float],
-    dense_ms: float | None = None,
-    compiled_ms: float | None = None,
-    **facts,
-) -> dict:
-    """Return one row: the median and spread of the samples, in milliseconds, and how many times as fast that is as the
-    dense layer and as the compiled one, where their medians are given. facts: what else the row says."""
-    ms, spread = clocks.quartiles(samples)
-    taken = {"path": path, "ms": ms, "spread": spread, "dense_ms": dense_ms}
-    taken["x_dense"] = None if dense_ms is None else dense_ms / ms
-    if compiled_ms is not None:
-        taken["x_compiled"] = compiled_ms / ms
-    return {**shared, **taken, **facts, "samples": _short(samples)}
-
-
-def _short(samples: list[float]) -> list[float]:
-    return [round(sample, 6) for sample in samples]
-
-
 def table(
     shared: dict,
     samples: Samples,
@@ -95,8 +74,9 @@ def table(
     bursts: Bursts | None = None,
     base: str | None = DENSE,
 ) -> list[dict]:
-    """Return a row for each path. A path that was run in another way, as "twell (graph)", is compared with the dense
-    layer that was run in the same way; a part of a layer ("part: pack") with nothing.
+    """Return a row for each path: the median and spread of its samples, in milliseconds, and how many times as fast
+    that is as the dense layer and as the compiled one. A path that was run in another way, as "twell (graph)", is
+    compared with the dense layer that was run in the same way; a part of a layer ("part: pack") with nothing.
 
     shared: what all rows say. facts: what else the rows of a path say, in whatever way it was run. bursts: times of
     plain calls, for the paths that have them, whose rows get `wall_ms`, `wall_spread`, `wall_samples`, `dense_wall_ms`
@@ -104,18 +84,26 @@ def table(
     medians, lines = {path: clocks.quartiles(values)[0] for path, values in samples.items()}, []
     for path, values in samples.items():
         name = path.partition(" (graph")[0].partition(" (cold")[0]
-        how = path[len(name) :]
-        beside = None if base is None or path.startswith("part: ") else base + how
-        compiled = medians.get(COMPILED) if beside == base else None
-        said = dict((facts or {}).get(name, {}))
+        beside = None if base is None or path.startswith("part: ") else base + path[len(name) :]
+        dense = medians[beside] if beside else None
+        ms, spread = clocks.quartiles(values)
+        line = {**shared, "path": path, "ms": ms, "spread": spread, "dense_ms": dense}
+        line["x_dense"] = None if dense is None else dense / ms
+        if beside == base and COMPILED in medians:
+            line["x_compiled"] = medians[COMPILED] / ms
+        line |= (facts or {}).get(name, {})
         if bursts and path in bursts:
             host, wall = bursts[path]
-            said["wall_ms"], said["wall_spread"] = clocks.quartiles(wall)
+            line["wall_ms"], line["wall_spread"] = clocks.quartiles(wall)
             if beside:
-                said["dense_wall_ms"] = clocks.quartiles(bursts[beside][1])[0]
-            said |= {"host_us": 1e3 * clocks.quartiles(host)[0], "wall_samples": _short(wall)}
-        lines.append(row(shared, path, values, medians[beside] if beside else None, compiled, **said))
+                line["dense_wall_ms"] = clocks.quartiles(bursts[beside][1])[0]
+            line |= {"host_us": 1e3 * clocks.quartiles(host)[0], "wall_samples": _short(wall)}
+        lines.append(line | {"samples": _short(values)})
     return lines
+
+
+def _short(samples: list[float]) -> list[float]:
+    return [round(sample, 6) for sample in samples]
 
 
 # ---- the clocks ----
@@ -206,11 +194,17 @@ def timed(shared: dict, calls: Calls, facts: dict[str, dict], *, seconds: float 
     return table(shared, samples, facts, {path: (ms, ms) for path, ms in samples.items()})  # a CPU has one clock
 
 
+def need(holds: object, what: str, accepted: str) -> None:
+    """Raise InputError, of what it is and what is accepted, unless something holds."""
+    if not holds:
+        raise InputError(f"{what}; accepted: {accepted}")
+
+
 def check_seconds(seconds: float | None) -> None:
     """Raise InputError for what is no time to measure for."""
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if seconds is not None and not (number and 0 <= seconds < 2**31):
-        raise InputError(f"seconds is {seconds!r:.80}; a finite number from 0 up is accepted")
+    fits = seconds is None or number and 0 <= seconds < 2**31
+    need(fits, f"seconds is {seconds!r:.80}", "a finite number from 0 up")
 
 
 def drain() -> None:
@@ -225,21 +219,24 @@ def drain() -> None:
 def hold(what: str, error: float, allowed: float = 1.0) -> float:
     """Return how far off a result is, rounded. WrongResult where that is more than is allowed, or no number."""
     if not error <= allowed:
-        raise clocks.WrongResult(f"{what} is off by {error:.4g}, and {allowed:.4g} is allowed: nothing was timed")
+        raise clocks.WrongResult(f"{what}: off by {error:.4g}, where {allowed:.4g} is allowed: nothing was timed")
     return round(error, 4)
 
 
-def admit(ways: dict[str, Callable[[], tuple[Call, dict]]], left_out: dict[str, str]) -> tuple[Calls, dict[str, dict]]:
+def admit(
+    ways: dict[str, Callable[[], Entry]], left_out: dict[str, str], label: str = "", must: Iterable[str] = ()
+) -> tuple[Calls, dict[str, dict]]:
     """Return the calls that `ways` make, and what the rows of each say, by path. A way checks its call first. Where it
-    raises anything but a lack of memory, it is not timed, and `left_out` says why."""
+    raises anything but a lack of memory, it is not timed, and `left_out` says why, at the path behind the label. must:
+    paths that are not left out: what they raise is raised."""
     calls, facts = Calls(), dict[str, dict]()
     for path, way in ways.items():
         try:
             calls[path], facts[path] = way()
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # others' code, and compilers behind torch, raise their own kinds
-            left_out[path] = f"{type(error).__name__}: {first_line(error)}"
+            if path in must or isinstance(error, torch.OutOfMemoryError):
+                raise
+            left_out[f"{label}{path}"] = f"{type(error).__name__}: {first_line(error)}"
     return calls, facts
 
 
@@ -261,7 +258,7 @@ def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tenso
         y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
         there = dense.isfinite().all(1)
         off = float(((y - dense)[there].norm(dim=1) / dense[there].norm(dim=1).clamp(min=1e-3)).max())
-        hold("a row, beside the dense layer's,", off, 0.05)
+        hold("a row, beside the dense layer's", off, 0.05)
     return worst
 
 
