@@ -21,7 +21,8 @@ FILES = {
 }
 SAID = {"wrong": "WrongResult", "narrow": "[1, 31]", "other": "torch.float64", "broken": "ValueError: sm_100 alone"}
 SAID["silent"] = "not for such a layer"
-CASES = [arena.Case(3, 8, 0.0, 32, 256, 2, torch.float32), arena.Case(1, 8, 0.5, 32, 256, 2, torch.float16)]
+SIZES = {"nnz": 8, "d_model": 32, "d_ff": 256, "layers": 2}
+CASES = [arena.Case(3, **SIZES, dtype=torch.float32), arena.Case(1, **SIZES, sparsity=0.5, dtype=torch.float16)]
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_what_is_right_is_timed_and_the_record_says_why_the_rest_is_not(folder, 
 
 def test_a_layer_says_which_function_it_is():
     """What is cut is cut: the share that was asked for, of both, and more than rounding."""
-    (layer, _), _ = CASES[1].draw(torch.device("cpu"))
+    (layer, _), _ = CASES[1].make()
     share = (layer.x.abs() < layer.cut[0]).float().mean()
     assert abs(share - 0.5) < 0.05 and layer.activation == "silu"
     with pytest.raises(arena.clock.WrongResult, match="a row: off by"):

@@ -66,7 +66,7 @@ def gpu(monkeypatch):
 
 def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch):
     bench = models.Bench(SIZES, tokens=(24, 48), batches=(2,), compiled=True, **CPU)
-    bench.planners = ("planned", "planned for graphs")
+    bench.plans = dict.fromkeys(("planned", "planned for graphs"), lambda: Choice("twell"))
     bench.clocks = workloads.Clocks(torch.device("cuda"), 3.0, graphs=True)
     plain = ["dense eager", "planned", "planned for graphs"]
     compiled = ["dense compiled", "planned for graphs compiled"]

@@ -3,7 +3,7 @@ of training with an operand that is made 2:4."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,35 +24,20 @@ SWITCH, FUSE = "switch in place", "fuse LoRA"
 Product = tuple[int, int, int]  # tokens, d_ff, d_model
 
 
-@dataclass(frozen=True)
-class Shape:
-    """model, shares: in whose matrices such shares of the weights are switched. config: of the trainings with dropout,
-    one for each of `seeds` and each kind. products: those that are timed, on a GPU."""
-
-    model: ModelConfig = ModelConfig(d_model=2048, layers=8, heads=16, d_ff=5632)
-    shares: tuple[float, ...] = (0.01, 0.02)
-    config: TrainConfig = TrainConfig(d_model=256, d_ff=1024, batch=32, context=256)
-    seeds: tuple[int, ...] = (0, 1)
-    products: tuple[Product, ...] = ((2048, 5632, 2048), (16384, 5632, 2048), (131072, 5632, 2048))
-    device: str = "cuda"
-
-
-SMALL = Shape(  # for a CPU: about five minutes on two cores
-    ModelConfig(d_model=512, layers=4, heads=8, d_ff=2048),
-    config=TrainConfig(layers=2, steps=300),
-    products=(),
-    device="cpu",
-)
+MODEL = ModelConfig(d_model=2048, layers=8, heads=16, d_ff=5632)  # in whose matrices weights are switched
+SMALL = ModelConfig(d_model=512, layers=4, heads=8, d_ff=2048)  # for a CPU: about five minutes on two cores
+SHARES = (0.01, 0.02)  # of the weights
+PRODUCTS: tuple[Product, ...] = ((2048, 5632, 2048), (16384, 5632, 2048), (131072, 5632, 2048))  # on a GPU
 
 
 @torch.no_grad()
-def adapter_rows(shape: Shape, share: float) -> list[dict]:
+def adapter_rows(config: ModelConfig, share: float) -> list[dict]:
     """Return the rows of switching on and off once, in place, and of fusing and unfusing a LoRA of as many parameters;
     of random weights. `worst_error`: the largest difference from the weights of before, once it is off."""
-    device = clock.present_device(shape.device)
+    device = clock.present_device(None)
     torch.manual_seed(0)
     with torch.device(device):
-        model = LanguageModel(shape.model).to(clock.dtype_for(device)).requires_grad_(False)
+        model = LanguageModel(config).to(clock.dtype_for(device)).requires_grad_(False)
     adapter, own = drawn(model, share), dict(model.named_parameters())
     weights = {name: own[name] for name in adapter}
     first, factors = {name: weight.clone() for name, weight in weights.items()}, {}
@@ -80,7 +65,7 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
         for name, weight in weights.items():
             weight.copy_(first[name])
     workload = f"{share:.0%} of the weights, on and off once"
-    shared = rows.about("adapters", model.head.weight, workload, share=share, **rows.sizes_of(shape.model))
+    shared = rows.about("adapters", model.head.weight, workload, share=share, **rows.sizes_of(config))
     return rows.measured(shared, calls, facts=facts, base=None, rounds=10)
 
 
@@ -170,17 +155,22 @@ def _beside_first(kind: str, workload: str, calls: rows.Calls, facts: dict, size
     return rows.measured(shared, calls, facts=facts, base=next(iter(calls)), rounds=15)
 
 
-def dropout_rows(shape: Shape, seed: int) -> list[dict]:
+def dropout_rows(config: TrainConfig, seed: int) -> list[dict]:
     """Return a row of each kind of dropout (losses.dropout_row); weights, windows and schedule are the same."""
-    return [losses.dropout_row(replace(shape.config, seed=seed), kind) for kind in losses.DROPOUTS]
+    return [losses.dropout_row(replace(config, seed=seed), kind) for kind in losses.DROPOUTS]
 
 
-def sections(left_out: dict[str, str], shape: Shape | None = None) -> rows.Sections:
-    """Return the steps of the record."""
-    shape = shape or (Shape() if torch.cuda.is_available() else SMALL)
+def sections(
+    left_out: dict[str, str], model: ModelConfig | None = None, config: TrainConfig | None = None
+) -> rows.Sections:
+    """Return the steps of the record. model: for adapters; config: of the trainings with dropout."""
+    on_gpu = torch.cuda.is_available()
+    model = model or (MODEL if on_gpu else SMALL)
+    config = config or (losses.DROPPED if on_gpu else losses.SMALL_DROPPED)
+    products = PRODUCTS if on_gpu else ()
     return {
-        "adapters": rows.steps(adapter_rows, [shape], shape.shares),
-        "products": rows.steps(product_rows, shape.products),
-        "2:4 in training": rows.steps(step_rows, shape.products, [left_out]),
-        "dropout": rows.steps(dropout_rows, [shape], shape.seeds),
+        "adapters": rows.steps(adapter_rows, [model], SHARES),
+        "products": rows.steps(product_rows, products),
+        "2:4 in training": rows.steps(step_rows, products, [left_out]),
+        "dropout": rows.steps(dropout_rows, [config], losses.SEEDS),
     }

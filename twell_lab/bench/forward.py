@@ -244,6 +244,7 @@ class Case:
     graphs: bool = False
     autotuned: bool = False
     dtype: torch.dtype = torch.bfloat16
+    seed: int = 0
 
     @property
     def name(self) -> str:
@@ -252,8 +253,9 @@ class Case:
     def draw(self) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
         """Return (layer, inputs to time, inputs to plan on)."""
         device = clock.present_device(None)
-        layer, seen = workload(self.tokens, self.d_model, self.d_ff, self.nnz, self.kind, self.dtype, device)
-        generator = torch.Generator(device).manual_seed(1000)
+        sizes = self.tokens, self.d_model, self.d_ff
+        layer, seen = workload(*sizes, self.nnz, self.kind, self.dtype, device, seed=self.seed)
+        generator = torch.Generator(device).manual_seed(1000 + self.seed)
         inputs = [torch.randn(x.shape, generator=generator, device=device).to(self.dtype) for x in seen]
         for x, like in zip(inputs, seen):
             x[:, 0] = like[0, 0]

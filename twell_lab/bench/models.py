@@ -183,13 +183,18 @@ class Bench:
         if asked.graphs and not on_gpu:
             self.left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
         self.compiled, self.about = asked.compiled, about
-        self.planners = () if plan is not None else (PLANNED, FOR_GRAPHS)[: 1 + (asked.graphs and on_gpu)]
-        by_name = isinstance(plan, str) and plan in PATHS.names()
-        self.given: dict[str, Plan | Choice | str | os.PathLike] = {}  # what further models do, by what rows call them
-        if plan is not None and not by_name:
-            self.given[f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED] = plan
-        for path in [plan] * by_name + forced:
-            self.given[f"{FORCED}{path if PATHS[path].splits else Choice(path)}"] = path
+        self.plans: dict[str, Callable[[], Any]] = {}  # what further models do, by what rows call them
+        if plan is None:
+            for name in (PLANNED, FOR_GRAPHS)[: 1 + (asked.graphs and on_gpu)]:
+                self.plans[name] = functools.partial(self.planned, name)
+        elif isinstance(plan, str) and plan in PATHS.names():
+            forced = [plan, *forced]
+        else:
+            self.plans[f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED] = lambda: plan
+        for path in forced:
+            splits = PATHS[path].splits
+            how_to = functools.partial(self._split if splits else Choice, path)
+            self.plans[f"{FORCED}{path if splits else Choice(path)}"] = how_to
         self.fewest = min((n for n in (*counts, self.length) if n > 1), default=1)
         self.classes = sorted({*counts, *steps})
         torch.manual_seed(0)
@@ -217,14 +222,12 @@ class Bench:
 
     def ready(self, tokens: int) -> list[str]:
         """Return what rows call the sparse models that take so many tokens; what is not there yet is made."""
-        planners = [name for name in self.planners if tokens <= rows.LARGE or name != FOR_GRAPHS]
-        for name in (*planners, *self.given):
+        names = [name for name in self.plans if tokens <= rows.LARGE or name != FOR_GRAPHS]
+        for name in names:
             if name not in self.sparse:
-                plan = self.planned(name) if name in planners else self.given[name]
-                if isinstance(plan, str) and plan in PATHS.names() and PATHS[plan].splits:
-                    plan = self._split(plan)
-                self.sparse[name] = Causal(sparsify(copy.deepcopy(self.dense.model).requires_grad_(False), plan))
-        return [*planners, *self.given]
+                model = copy.deepcopy(self.dense.model).requires_grad_(False)
+                self.sparse[name] = Causal(sparsify(model, self.plans[name]()))
+        return names
 
     def planned(self, name: str) -> Plan:
         """Plan the layers for all numbers of tokens that there will be."""

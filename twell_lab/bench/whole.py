@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -117,21 +117,10 @@ _TRAINED |= {"warmup": 100, "l1": 1e-4, "kernels": "auto", "checkpoint_every": 0
 _TRAINED |= {"log_every": 10, "eval_every": 250, "eval_windows": 256}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The model to train, and the sizes to measure. config: of the model with L1. sequences: of its whole context, in
-    forwards. batches, cached, seconds: as for `bench.model`."""
-
-    config: TrainConfig = TrainConfig(**_TRAINED)
-    sequences: tuple[int, ...] = (2, 32)
-    batches: tuple[int, ...] = (1, 16)
-    cached: int = 512
-    seconds: float = 2.0
-
-
+CONFIG = TrainConfig(**_TRAINED)
 _SMALL = {"d_model": 64, "layers": 2, "heads": 2, "d_ff": 512, "context": 64, "batch": 16, "steps": 120, "warmup": 10}
 _SMALL |= {"l1": 2e-3, "kernels": "auto", "device": "cpu", "log_every": 5, "eval_every": 60, "eval_windows": 64}
-SMALL = Shape(TrainConfig(**_SMALL), (2, 16), (1, 4), 32, 0.5)  # for a CPU: half a minute on two cores
+SMALL = TrainConfig(**_SMALL)  # for a CPU: half a minute on two cores
 
 
 def run_rows(name: str, config: TrainConfig, models: dict[str, nn.Module]) -> list[dict]:
@@ -157,32 +146,33 @@ def run_rows(name: str, config: TrainConfig, models: dict[str, nn.Module]) -> li
     return core.finite(rows.table(facts | shared, {f"{name}, kernels {config.kernels}": late}, base=None))
 
 
-def trained(left_out: dict[str, str], shape: Shape | None = None) -> rows.Sections:
+def trained(left_out: dict[str, str], config: TrainConfig | None = None, **how) -> rows.Sections:
     """Return the steps of the record. The twin is not trained where less time is left than the model with L1 took.
-    Both are measured on text that was held out, where their own neurons fire."""
-    shape = shape or (Shape() if torch.cuda.is_available() else SMALL)
-    config, models = shape.config, dict[str, nn.Module]()
+    Both are measured on text that was held out, where their own neurons fire. config: of the model with L1. how: as for
+    `bench.model`."""
+    config, models = config or (CONFIG if torch.cuda.is_available() else SMALL), dict[str, nn.Module]()
     configs = {L1: config, TWIN: replace(config, l1=0.0, kernels="off")}
-    counts = [count * config.context for count in shape.sequences]
+    counts = [count * config.context for count in (2, config.batch)]
+    batches = how.setdefault("batches", (1, 16))
 
     @functools.cache
     def bench(name: str) -> Bench:
         own = {"paths": ("twell",), "graphs": config.device == "cuda"} if name == L1 else {}
         held_out = source.standard_library().split()[1].tokens
-        how = {"text": held_out, "cached": shape.cached, "seconds": shape.seconds, "left_out": left_out, **own}
-        return Bench(models[name], tokens=counts, batches=shape.batches, about=name, **how)
+        own |= {"text": held_out, "cached": config.context // 2, "left_out": left_out, "about": name}
+        return Bench(models[name], tokens=counts, **own, **how)
 
     def step(name: str, kind: str, tokens: int) -> list[dict]:
         return bench(name).rows(f"model_{kind}", tokens) if name in models else []
 
     return {
         "training": [functools.partial(run_rows, name, own, models) for name, own in configs.items()],
-        "decode": rows.steps(step, [L1], ["decode"], shape.batches),
+        "decode": rows.steps(step, [L1], ["decode"], batches),
         "forward": rows.steps(step, [L1], ["forward"], counts),
         "training step": [lambda: bench(L1).train(counts[-1])],
         TWIN: [
             *rows.steps(step, [TWIN], ["forward"], counts[-1:]),
-            *rows.steps(step, [TWIN], ["decode"], shape.batches[-1:]),
+            *rows.steps(step, [TWIN], ["decode"], batches[-1:]),
         ],
     }
 
