@@ -22,6 +22,7 @@ PATHS = ["dense eager", "planned", "forced twell"]
 def record():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole, "SMALL", TINY)
+        patch.setattr(whole, "SECONDS", 0.0)
         patch.setattr("torch.cuda.is_available", lambda: False)
         return recordings.make("trained", seconds=1000.0)
 

@@ -121,10 +121,16 @@ def step_rows(sizes: Product, left_out: dict[str, str]) -> list[dict]:
 
         return step, checked_step(layer, x[:SIDE])
 
+    def chosen(matrix: Tensor) -> rows.Entry:
+        two_four(matrix)
+        return lambda turn: two_four(matrix), {}
+
     ways = {f"2:4 {operand} step" if operand else "dense step": partial(entry, operand) for operand in ("", *OPERANDS)}
-    ways["2:4 weight chosen"] = lambda: (lambda turn: two_four(dense.weight.detach()), {})
-    ways["2:4 input chosen"] = lambda: (lambda turn: two_four(x), {})
+    for operand, matrix in (("weight", dense.weight.detach()), ("input", x)):
+        ways[f"2:4 {operand} chosen"] = partial(chosen, matrix)
     calls, facts = rows.admit(ways, left_out)
+    if len(calls) == 1:  # the dense step alone
+        return []
     return _beside_first("two_four_training", "y = h Wd^T, both ways", calls, facts, sizes, usual_backend())
 
 

@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +81,8 @@ def drawn(share: float, sizes: Sizes, tokens: int | None = None) -> tuple[GatedF
 
 
 def swapped(layer: nn.Module, choice: Choice) -> nn.Module:
-    """Return the layer with this choice, on the same weights."""
-    other = GatedFeedForward(layer.up_proj.in_features, layer.up_proj.out_features).to_empty(device="meta")
-    other.load_state_dict(layer.state_dict(), assign=True)
-    return sparsify(nn.Sequential(other.requires_grad_(False).eval()), choice)
+    """Return a copy of the layer with this choice, whose weights may lie as the choice reads them."""
+    return sparsify(nn.Sequential(copy.deepcopy(layer).requires_grad_(False).eval()), choice)
 
 
 def check_close(name: str, y: Tensor, wanted: Tensor) -> None:
@@ -187,30 +185,21 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
     return rows.measured(shared, calls, sizes.seconds)
 
 
-class Proportion(NamedTuple):
-    """How far the device's time without padding is from one that is proportional to the real tokens. beside_dense: from
-    the dense layers' time for all tokens times that share, where it is furthest; negative where it is sooner. own: as
-    many tokens alone, there."""
-
-    layers: int
-    beside_dense: float
-    own: float | None
-
-
-def proportions(table: Iterable[dict]) -> list[Proportion]:
-    """Return them for each number of layers in rows of kind "padding", of one device and size."""
-    by: dict[int, dict[str, dict[float, float]]] = {}
-    for row in table:
-        if row["kind"] == "padding" and row["real"]:
-            paths = by.setdefault(row.get("layers", 1), {})
-            paths.setdefault(row["path"], {})[row["real"] / row["tokens"]] = row["ms"]
+def proportions(table: Iterable[dict]) -> list[tuple[int, float, float | None]]:
+    """Return, for each number of layers in rows of kind "padding", of one device and size, how far the device's time
+    without padding is from the dense layers' time for all tokens times the share of real ones, where it is furthest;
+    negative where it is sooner. And the same of as many tokens alone, there."""
+    padded = [row for row in table if row["kind"] == "padding" and row["real"]]
     made = []
-    for layers, paths in sorted(by.items()):
-        dense = sum(paths[rows.DENSE].values()) / len(paths[rows.DENSE])
-        rates = {share: ms / share / dense for share, ms in paths[REMOVED].items()}
-        worst = max(rates, key=lambda share: abs(rates[share] - 1))
-        alone = paths.get(ALONE, {}).get(worst)
-        made.append(Proportion(layers, rates[worst] - 1, None if alone is None else alone / worst / dense - 1))
+    for layers in sorted({row.get("layers", 1) for row in padded}):
+        paths: dict[str, dict[float, float]] = {rows.DENSE: {}, REMOVED: {}, ALONE: {}}
+        for row in padded:
+            if row.get("layers", 1) == layers:
+                paths[row["path"]][row["real"] / row["tokens"]] = row["ms"]
+        dense = fmean(paths[rows.DENSE].values())
+        off = {path: {share: ms / share / dense - 1 for share, ms in own.items()} for path, own in paths.items()}
+        worst = max(off[REMOVED], key=lambda share: abs(off[REMOVED][share]))
+        made.append((layers, off[REMOVED][worst], off[ALONE].get(worst)))
     return made
 
 

@@ -107,6 +107,7 @@ def paths(
 RUN = "trained"  # the kind of a training's row
 L1, TWIN = "trained with L1", "dense twin"  # what rows call the two
 _LAST = 0.2  # of the steps: `nnz_moved` says by how much the neurons that fire moved in them
+SECONDS = 2.0  # as `seconds` of `bench.model`
 LATE = 0.25  # the last share of a run's rows is timed: by then layers have changed to the kernels and are compiled
 
 
@@ -120,7 +121,7 @@ _TRAINED |= {"log_every": 10, "eval_every": 250, "eval_windows": 256}
 CONFIG = TrainConfig(**_TRAINED)
 _SMALL = {"d_model": 64, "layers": 2, "heads": 2, "d_ff": 512, "context": 64, "batch": 16, "steps": 120, "warmup": 10}
 _SMALL |= {"l1": 2e-3, "kernels": "auto", "device": "cpu", "log_every": 5, "eval_every": 60, "eval_windows": 64}
-SMALL = TrainConfig(**_SMALL)  # for a CPU: half a minute on two cores
+SMALL = TrainConfig(**_SMALL)  # for a CPU: a minute on two cores
 
 
 def run_rows(name: str, config: TrainConfig, models: dict[str, nn.Module]) -> list[dict]:
@@ -159,8 +160,14 @@ def trained(left_out: dict[str, str], config: TrainConfig | None = None, **how) 
     def bench(name: str) -> Bench:
         own = {"paths": ("twell",), "graphs": config.device == "cuda"} if name == L1 else {}
         held_out = source.standard_library().split()[1].tokens
-        own |= {"text": held_out, "cached": config.context // 2, "left_out": left_out, "about": name}
-        return Bench(models[name], tokens=counts, **own, **how)
+        own |= {
+            "text": held_out,
+            "cached": config.context // 2,
+            "left_out": left_out,
+            "about": name,
+            "seconds": SECONDS,
+        }
+        return Bench(models[name], tokens=counts, **own | how)
 
     def step(name: str, kind: str, tokens: int) -> list[dict]:
         return bench(name).rows(f"model_{kind}", tokens) if name in models else []
