@@ -132,7 +132,7 @@ def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str
         texts = {key: getattr(rivals[path], key) for key, kind in NEEDED.items() if path in rivals and kind is str}
         return call, {"error": error, **texts}
 
-    calls, facts = rows.admit({path: partial(entry, path) for path in makers}, left_out, f"{case.name}, ")
+    calls, facts = rows.admit({path: partial(entry, path) for path in makers}, left_out, f"{case.name}, ", [rows.DENSE])
     samples, bursts = rows.clocked(calls, device, seconds, graphs=True, compiled=True)
     one = lambda values: [ms / len(layers) for ms in values]  # noqa: E731
     shared = rows.of_layer("arena", layers[0].x, case.d_ff, case.name) | {"layers": len(layers)}

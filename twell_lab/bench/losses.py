@@ -96,7 +96,7 @@ def decode_rows(
     them, with what their rows say. label: with a place for the step's. nnz: the mean of the rows."""
     causal = {path: Causal(model) for path, model in models.items()}
     dense, work = models[DENSE], decode(tokens, causal[DENSE], batch, cached)
-    calls: rows.Calls = {path: work.makes(model, False) for path, model in causal.items()}
+    calls: rows.Calls = {path: work.makes(model) for path, model in causal.items()}
     sizes = {"tokens": batch, **rows.sizes_of(dense.config), "nnz": round(nnz, 2), **work.says}
     sizes["parameters"] = sum(weight.numel() for weight in dense.parameters())
     shared = rows.about(kind, next(dense.parameters()), label.format(work.label), **sizes)

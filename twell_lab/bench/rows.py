@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -224,7 +224,7 @@ def hold(what: str, error: float, allowed: float = 1.0) -> float:
 
 
 def admit(
-    ways: dict[str, Callable[[], Entry]], left_out: dict[str, str], label: str = "", must: Iterable[str] = ()
+    ways: dict[str, Callable[[], Entry]], left_out: dict[str, str], label: str = "", must: Container[str] = ()
 ) -> tuple[Calls, dict[str, dict]]:
     """Return the calls that `ways` make, and what the rows of each say, by path. A way checks its call first. Where it
     raises anything but a lack of memory, it is not timed, and `left_out` says why, at the path behind the label. must:

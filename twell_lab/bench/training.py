@@ -79,17 +79,6 @@ def step_of(layer, weights: Sequence[Tensor | None], inputs: list[Tensor], grads
     return call
 
 
-@torch.no_grad()
-def check(ours: list[Tensor], dense: list[Tensor], right: list[Tensor]) -> float:
-    """Return the largest ratio, for y and all gradients, of the norm of our error to twice that of torch's dense layer.
-    right: in float64. Raises WrongResult for a ratio above 1."""
-    ratios = []
-    for name, a, b, e in zip(NAMES if len(right) == len(NAMES) else PLAIN, ours, dense, right, strict=True):
-        ratio = (a.double() - e).norm() / (2 * (b.double() - e).norm() + 1e-12 * e.norm())
-        ratios.append(rows.hold(name, float(ratio)))
-    return max(ratios)
-
-
 def exact(weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
     """Return y and the gradients of x and of the weights that are there, in float64. Which neurons fire is taken from
     the gate as torch rounds it: another order of summing changes that only where a value is nearly zero. TOKENS tokens
@@ -104,6 +93,21 @@ def exact(weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L
         ys.append(y.detach())
         dxs.append(part.grad)
     return [torch.cat(ys), torch.cat(dxs), *(w.grad for w in wide if w is not None)]
+
+
+def checked(
+    calls: rows.Calls, weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L1
+) -> dict[str, float]:
+    """Return for each call of a step but the dense one the largest ratio, for y and all gradients, of the norm of its
+    error to twice that of torch's dense layer. Raises WrongResult for a ratio above 1."""
+    right, dense, ratios = exact(weights, x.detach(), dy, l1), calls[DENSE](0), dict[str, float]()
+    names = NAMES if len(right) == len(NAMES) else PLAIN
+    for path in [path for path in calls if path != DENSE]:
+        for name, a, b, e in zip(names, calls[path](0), dense, right, strict=True):
+            with torch.no_grad():
+                ratio = (a.double() - e).norm() / (2 * (b.double() - e).norm() + 1e-12 * e.norm())
+            ratios[path] = max(ratios.get(path, 0.0), rows.hold(f"{path}: {name}", float(ratio)))
+    return ratios
 
 
 def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
@@ -138,11 +142,10 @@ def step_rows(case: Case) -> list[dict]:
         "planned compiled": _compiled(path),
     }
     calls = {name: step_of(layer, weights, inputs, grads) for name, layer in layers.items()}
-    base, right = calls[DENSE](0), exact(weights, inputs[0].detach(), grads[0])
-    facts = {name: {"choice": path} if name.startswith("planned") else {} for name in calls}
-    for name in calls.keys() - {DENSE}:
-        facts[name]["error_over_allowed"] = check(calls[name](0), base, right)
-    del base, right
+    errors = checked(calls, weights, inputs[0], grads[0])
+    facts: dict[str, dict] = {name: {"error_over_allowed": error} for name, error in errors.items()}
+    for name in ("planned", "planned compiled"):
+        facts[name]["choice"] = path
     rounds = 20 if case.tokens <= TOKENS else 8
     return rows.timed(shared, calls, facts, graphs=case.graphs, rounds=rounds, most=MOST)
 
@@ -286,9 +289,7 @@ def host_rows(case: Case) -> list[dict]:
         learner.learn(path)
     steps = {name: partial(step, call) for name, call in {DENSE: layer, **learners}.items()}
     weights = [projection.weight for projection in (layer.gate_proj, layer.up_proj, layer.down_proj)]
-    dense, right = steps[DENSE](0), exact(weights, inputs[0].detach(), grads[0], l1=0.0)
-    for path in train.PATHS:
-        check(steps[path](0), dense, right)
+    checked(steps, weights, inputs[0], grads[0], l1=0.0)
     return made + _host_rows(layer, inputs, "forward and backward", steps)
 
 

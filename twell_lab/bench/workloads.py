@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..core import InputError, TwellError
+from ..core import TwellError
 from ..layers.find import FeedForward, feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock as timing
@@ -68,33 +68,33 @@ class Tokens:
 class Workload:
     """Something that a model computes, again and again.
 
-    kind, tokens, label, head: what rows say of it; `says` what else they do. makes: (model, compiled) -> a call that
-    takes the number of its turn. few: the same on a few of the inputs, to be compared; right: what it gives of the
-    model in float32. read: token ids [sequences, length] of a text, whose loss the first results have; or None."""
+    kind, tokens, label, head: what rows say of it; `says` what else they do. inputs: what the model is given, in turn.
+    few: computes the same on a few of the inputs, to be compared; right: what it gives of the model in float32. read:
+    token ids [sequences, length] of a text, whose loss the first results have; or None."""
 
     kind: str
     tokens: int
     label: str
     head: bool
-    makes: Callable[[Causal, bool], Callable[[int], Tensor]]
+    inputs: list[tuple]
     few: Callable[[Causal], Tensor]
     says: dict = field(default_factory=dict)
     read: Tensor | None = None
     right: Tensor | None = None
 
+    def makes(self, model: Causal, compiled: bool = False) -> rows.Call:
+        """Return a call of this model."""
+        read = model.reader(self.head, compiled=compiled)
+        return rows.over(lambda given: read(*given), self.inputs)
+
 
 def forward(tokens: Tokens, sequences: int, length: int, head: bool = True) -> Workload:
     """Return a forward of so many sequences, with the head or without it."""
     ids = tokens.inputs(sequences, length)
-
-    def makes(model: Causal, compiled: bool):
-        read = model.reader(head, compiled=compiled)
-        return lambda turn: read(ids[turn % len(ids)])
-
     few = lambda model: model.reader(head)(ids[0][:_CHECKED])  # noqa: E731
     read = ids[0] if head and tokens.text is not None and length > 1 else None
-    label = f"{sequences} x {length:,} tokens"
-    return Workload("model_forward", sequences * length, label, head, makes, few, read=read)
+    label, inputs = f"{sequences} x {length:,} tokens", [(some,) for some in ids]
+    return Workload("model_forward", sequences * length, label, head, inputs, few, read=read)
 
 
 @torch.no_grad()
@@ -103,24 +103,21 @@ def decode(tokens: Tokens, dense: Causal, batch: int, cached: int, head: bool = 
     with the others in a static cache, which all models share. Its `few` raises an InputError where a model gives
     something else with such a cache than without."""
     ids = tokens.windows(tokens.MEASURED, batch, cached)
-    kept, last = dense.keep(ids[:, :-1]), ids[:, -1:]
-
-    def makes(model: Causal, compiled: bool):
-        step = model.reader(head, compiled=compiled)
-        return lambda turn: step(last, kept)
+    kept = dense.keep(ids[:, :-1])
 
     def few(model: Causal) -> Tensor:
         dtype = next(model.model.parameters()).dtype
         step, some = model.reader(head), ids[:_CHECKED]
-        whole = model.reader(head)(some)[:, -1:]
-        if not (step(some[:, -1:], model.keep(some[:, :-1])) - whole).norm() <= 1e-2 * whole.norm():
-            raise InputError(
-                f"a step of {type(model.model).__name__} with a static cache gives something else than its whole "
-                "sequence; accepted: a model whose layers keep all tokens"
-            )
+        whole = step(some)[:, -1:]
+        off = (step(some[:, -1:], model.keep(some[:, :-1])) - whole).norm()
+        what = (
+            f"a step of {type(model.model).__name__} with a static cache gives something else than its whole sequence"
+        )
+        rows.need(off <= 1e-2 * whole.norm(), what, "a model whose layers keep all tokens")
         return step(some[:, -1:], kept.part(slice(_CHECKED), dtype))
 
-    return Workload("model_decode", batch, f"decode step, batch {batch}", head, makes, few, {"cached": cached})
+    inputs, label = [(ids[:, -1:], kept)], f"decode step, batch {batch}"
+    return Workload("model_decode", batch, label, head, inputs, few, {"cached": cached})
 
 
 # ---- what is looked at before the clocks ----
