@@ -1,5 +1,6 @@
 """What all benchmarks share: what is replayed as a graph, and with which row each row is compared."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,33 @@ def test_a_row_is_compared_with_the_dense_layer_that_was_run_in_the_same_way():
     assert (twell["wall_ms"], twell["wall_spread"], twell["dense_wall_ms"]) == (2.5, 0.5, 5.0)
     assert twell["host_us"] == pytest.approx(400) and twell["wall_samples"] == [2.0, 2.5, 3.0]
     assert (graph["wall_ms"], graph["dense_wall_ms"]) == (1.5, 3.0)
+
+
+def test_what_raises_is_left_out_and_says_why():
+    call = lambda turn: None
+
+    def way(error):
+        return call, {"error": rows.hold("y", error, 0.5)}
+
+    ways = {path: (lambda error=error: way(error)) for path, error in (("a", 0.1), ("b", 0.6), ("c", math.nan))}
+    ways["d"] = lambda: [].pop()
+    left_out = {}
+    assert rows.admit(ways, left_out, "step, ") == ({"a": call}, {"a": {"error": 0.1}})
+    assert left_out.keys() == {"step, b", "step, c", "step, d"} and left_out["step, d"].startswith("IndexError: pop")
+    assert left_out["step, b"] == "WrongResult: y: off by 0.6, where 0.5 is allowed: nothing was timed"
+    with pytest.raises(clocks.WrongResult, match="y: off by nan"):
+        rows.admit(ways, {}, must=("c",))
+
+    def full():
+        raise torch.OutOfMemoryError("too little")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        rows.admit({"a": full}, {})
+
+
+def test_steps_go_along_all_axes():
+    steps = rows.steps(lambda *values: [values], "ab", (1, 2))
+    assert [row for step in steps for row in step()] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
 
 
 def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypatch):

@@ -1,5 +1,6 @@
-"""The runner of all benchmarks: it checks results before any clock starts, times calls in turn, and makes rows of
-records of the samples (see twell_lab.records).
+"""The runner of all benchmarks. `steps` lists the steps of a record along its axes. `admit` makes the calls that a step
+compares, each of which is checked before any clock starts. `measured` times them in turn, and makes rows of records of
+the samples (see twell_lab.records).
 
 A row's `ms` is the device's time. `wall_ms` is the time of a plain call as a program sees it: the wall time of a burst
 of calls that is waited for at its end, divided by the calls. `host_us` is the part of it until the last call returned.
