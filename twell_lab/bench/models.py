@@ -457,10 +457,9 @@ def _check_text(text, vocabulary: int, most: int, length: int) -> None:
     what = f"{text.dtype} {list(text.shape)}" if isinstance(text, Tensor) else type(text).__name__
     ids = isinstance(text, Tensor) and text.dim() == 1 and not text.is_meta and text.dtype in _WHOLE
     need(ids, f"text is {what}", "token ids as a tensor [length] of whole numbers")
-    needed, has = max(2 * most, 4 * length), f"text has {len(text):,} tokens, fewer than one batch needs"
-    takes = (
-        f"{needed:,} or more, or fewer tokens and batches: half of the text is measured, in one batch {most:,} tokens"
-    )
-    need(len(text) >= needed, has, takes)
+    needed = max(2 * most, 4 * length)
+    takes = f"the largest workload takes {most:,}, and as many others are profiled"
+    what = f"text has {len(text):,} tokens, fewer than one batch needs: {takes}"
+    need(len(text) >= needed, what, f"{needed:,} or more, or smaller tokens and batches")
     wrong = [token for token in (int(text.min()), int(text.max())) if not 0 <= token < vocabulary]
     need(not wrong, f"text has the token {[*wrong, ''][0]}", f"token numbers from 0 to {vocabulary - 1}")
