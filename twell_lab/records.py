@@ -14,6 +14,7 @@ import re
 import subprocess
 import textwrap
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import cache
@@ -192,24 +193,16 @@ def _written(node: object) -> str:
 
 
 def source_commit() -> tuple[str | None, bool | None]:
-    """Return the commit of the checkout that this package runs from, and whether files differ from it; (None, None)
-    outside one. TWELL_LAB_COMMIT says it for a copy without `.git`, as `git describe --always --abbrev=40 --dirty
-    --exclude='*'` does."""
-    if given := os.environ.get("TWELL_LAB_COMMIT", "").strip():
-        return given.removesuffix("-dirty"), given.endswith("-dirty")
-    top = Path(__file__).resolve().parents[1]
-
-    def git(*words: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(top), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-
-    try:
-        # An installed package may lie in the checkout of another project, whose commit says nothing about it.
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != top:
-            return None, None
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
-    except (OSError, subprocess.SubprocessError):
-        return None, None
+    """Return the commit of the checkout that this package runs from, and whether files of it differ; (None, None)
+    outside one. TWELL_LAB_COMMIT says it for a copy without `.git`, in the words of git describe as below."""
+    said, top = os.environ.get("TWELL_LAB_COMMIT", "").strip(), Path(__file__).resolve().parents[1]
+    # An installed package may lie in the checkout of another project, whose commit says nothing about it.
+    if not said and (top / ".git").exists():
+        words = "describe --always --abbrev=40 --dirty --exclude=*".split()
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "--no-optional-locks", "-C", str(top), *words]
+            said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    return (said.removesuffix("-dirty"), said.endswith("-dirty")) if said else (None, None)
 
 
 # ---- reading, listing, and whether a record still holds ----

@@ -278,7 +278,7 @@ def test_what_is_no_layer_or_no_input():
         with pytest.raises(InputError, match=told):
             bench.layer(dense, wrong, seconds=0)
     for wrong_input in (x.double(), x[:, :-1]):
-        with pytest.raises(InputError, match="x is torch.float(64|32) .* is accepted"):
+        with pytest.raises(InputError, match="x is torch.float(64|32) .*; accepted: torch.float32"):
             bench.layer(dense, wrong_input, seconds=0)
     with pytest.raises(InputError, match="no ReLU feed-forward layer in Linear"):
         bench.layer(nn.Linear(32, 32), x, seconds=0)

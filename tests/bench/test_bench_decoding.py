@@ -10,17 +10,26 @@ from twell_lab.ops import clock
 
 pytest.importorskip("transformers")
 SIZES = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=96, context=64)
-TINY = decoding.Shape(SIZES, 8, 8, (1, 2), 1, "cpu", torch.float32)
+FEW = {"PROMPT": 8, "NEW": 8, "BATCHES": (1, 2), "ROUNDS": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        for name, value in FEW.items():
+            patch.setattr(decoding, name, value)
+        yield
 
 
 @pytest.fixture(scope="module")
-def both():
-    return decoding.models(TINY)
+def both(few):
+    return decoding.models(SIZES)
 
 
 def test_each_way_says_what_it_took_of_both_models(both, monkeypatch):
-    monkeypatch.setattr(decoding, "models", lambda shape: both)
-    steps = decoding.sections(shape=TINY)
+    monkeypatch.setattr(decoding, "models", lambda size: both)
+    steps = decoding.sections(size=SIZES)
     assert [len(steps[name]) for name in ("batch 1", *decoding.WAYS)] == [3, 1, 1, 1]
     for way, one, two in zip(decoding.WAYS, steps["batch 1"], (steps[way][0] for way in decoding.WAYS)):
         if way.endswith("cache"):
@@ -37,13 +46,12 @@ def test_other_tokens_are_not_timed(both, monkeypatch):
     monkeypatch.setitem(decoding.WAYS, "wrong", lambda *_: next(said))
     monkeypatch.setattr(decoding, "_walls", lambda call, rounds: rounds * [1.0])
     with pytest.raises(clock.WrongResult, match="planned, batch 8: not even the first"):
-        decoding.decoding_rows(lambda: both, TINY, "wrong", 8)
+        decoding.decoding_rows(lambda: both, "small", "wrong", 8)
 
 
 def test_thresholds_decode_beside_the_dense_model(monkeypatch):
     sizes = ModelConfig(vocabulary=64, d_model=64, layers=2, heads=4, d_ff=128, context=64)
-    shape = decoding.Shape(sizes, 8, 8, (1,), 1, "cpu", torch.bfloat16)
-    made = [row for steps in decoding.eight(shape=shape).values() for step in steps for row in step()]
+    made = [row for steps in decoding.eight(sizes=sizes).values() for step in steps for row in step()]
     assert [row["path"] for row in made] == [
         f"tl.generate, {name}" for name in ("dense", "thresholds 50%", "dense", "thresholds 65%")
     ]
@@ -56,4 +64,4 @@ def test_thresholds_decode_beside_the_dense_model(monkeypatch):
 
     monkeypatch.setattr(decoding, "sparsify", silenced)
     with pytest.raises(clock.WrongResult, match="50%"):
-        decoding.thresholded(shape)(0.5)
+        decoding.thresholded(sizes)(0.5)

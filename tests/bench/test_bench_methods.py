@@ -42,7 +42,7 @@ def test_padding_removed_beside_all_tokens(share, layers):
 
 def test_what_padding_puts_wrong_is_not_timed(monkeypatch):
     monkeypatch.setattr(methods, "add_padding", lambda rows, padding: add_padding(rows.flip(0), padding))
-    with pytest.raises(clock.WrongResult, match="padding removed is off by"):
+    with pytest.raises(clock.WrongResult, match="padding removed: off by"):
         methods.padding_rows(0.5, 2, FEW)
 
 

@@ -1,5 +1,6 @@
 """What all benchmarks share: what is replayed as a graph, and with which row each row is compared."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ GPU = torch.device("cuda")
 def clock(monkeypatch):
     """Clocks of a GPU that only note what they were given, and graphs that call what they were made of."""
     noted, bursts = [], []
-    monkeypatch.setattr(clocks, "time_cuda", lambda calls: noted.append([*calls]) or dict.fromkeys(calls, [1.0]))
+    monkeypatch.setattr(clocks, "time_cuda", lambda calls, **_: noted.append([*calls]) or dict.fromkeys(calls, [1.0]))
     monkeypatch.setattr(clocks, "graphed", lambda call: call)
 
     def time_bursts(calls, wait, *, rounds, count):
@@ -33,8 +34,8 @@ def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_a
     parts = {"part: pack": lambda turn: None}
     samples, bursts = rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS, parts=parts)
     replayed = ["dense eager (graph)", "dense max-autotune (graph)", "twell (graph)"]
-    assert clock.noted == [[*calls, "part: pack"], replayed]
-    assert [*samples] == clock.noted[0] + clock.noted[1]
+    assert clock.noted == [[*calls], ["part: pack"], replayed]
+    assert [*samples] == sum(clock.noted, [])
     assert [*bursts] == [*calls, *replayed]
     assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS + 1)[0]] == [*calls]
     assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS + 1, graphs=True)[0]] == [*calls, *replayed]
@@ -64,6 +65,33 @@ def test_a_row_is_compared_with_the_dense_layer_that_was_run_in_the_same_way():
     assert (twell["wall_ms"], twell["wall_spread"], twell["dense_wall_ms"]) == (2.5, 0.5, 5.0)
     assert twell["host_us"] == pytest.approx(400) and twell["wall_samples"] == [2.0, 2.5, 3.0]
     assert (graph["wall_ms"], graph["dense_wall_ms"]) == (1.5, 3.0)
+
+
+def test_what_raises_is_left_out_and_says_why():
+    call = lambda turn: None
+
+    def way(error):
+        return call, {"error": rows.hold("y", error, 0.5)}
+
+    ways = {path: (lambda error=error: way(error)) for path, error in (("a", 0.1), ("b", 0.6), ("c", math.nan))}
+    ways["d"] = lambda: [].pop()
+    left_out = {}
+    assert rows.admit(ways, left_out, "step, ") == ({"a": call}, {"a": {"error": 0.1}})
+    assert left_out.keys() == {"step, b", "step, c", "step, d"} and left_out["step, d"].startswith("IndexError: pop")
+    assert left_out["step, b"] == "WrongResult: y: off by 0.6, where 0.5 is allowed: nothing was timed"
+    with pytest.raises(clocks.WrongResult, match="y: off by nan"):
+        rows.admit(ways, {}, must=("c",))
+
+    def full():
+        raise torch.OutOfMemoryError("too little")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        rows.admit({"a": full}, {})
+
+
+def test_steps_go_along_all_axes():
+    steps = rows.steps(lambda *values: [values], "ab", (1, 2))
+    assert [row for step in steps for row in step()] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
 
 
 def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from twell_lab.analysis.predict import rates_of
 from twell_lab.analysis.profile import profile
 from twell_lab.app import tables
-from twell_lab.bench import drawn, energy, models, whole, workloads
+from twell_lab.bench import drawn, models, whole, workloads
 from twell_lab.bench.causal import Causal
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
@@ -55,8 +55,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(clocks, "time_bursts", lambda calls, *_, **__: {name: ([0.5], [2.0]) for name in calls})
     monkeypatch.setattr(clocks, "graphed", lambda call, inputs=2: call)
     monkeypatch.setattr(clocks, "peak_bytes", lambda call: 1000)
-    monkeypatch.setattr(energy, "meter", lambda device: (lambda: 0.0, ""))
-    monkeypatch.setattr(energy, "millijoules", lambda read, call, wait: 600.0)
+    monkeypatch.setattr(workloads, "meter", lambda device: (lambda: 0.0, ""))
+    monkeypatch.setattr(workloads, "millijoules", lambda read, call, wait: 600.0)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     rates = replace(rates_of("H100 SXM"), device="CPU", dtype="float32")
     monkeypatch.setattr(models.costs, "measure_rates", lambda *_: rates)
@@ -66,7 +66,7 @@ def gpu(monkeypatch):
 
 def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch):
     bench = models.Bench(SIZES, tokens=(24, 48), batches=(2,), compiled=True, **CPU)
-    bench.planners = ("planned", "planned for graphs")
+    bench.plans = dict.fromkeys(("planned", "planned for graphs"), lambda: Choice("twell"))
     bench.clocks = workloads.Clocks(torch.device("cuda"), 3.0, graphs=True)
     plain = ["dense eager", "planned", "planned for graphs"]
     compiled = ["dense compiled", "planned for graphs compiled"]
@@ -88,7 +88,7 @@ def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch
     wrong = copy.deepcopy(bench.dense.model)
     wrong.lm_head.weight.data *= 1.01
     bench.sparse["planned"] = Causal(wrong)
-    with pytest.raises(clocks.WrongResult, match="1 x 24 tokens: planned: the logits are off by"):
+    with pytest.raises(clocks.WrongResult, match="1 x 24 tokens: planned: the logits: off by"):
         bench.rows("model_forward", 24)
 
 

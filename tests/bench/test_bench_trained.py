@@ -13,9 +13,8 @@ from twell_lab.core import TwellError
 from twell_lab.models.tiny import ModelConfig
 from twell_lab.records import Record
 
-BASE = whole.SMALL
-CONFIG = replace(BASE.config, d_model=32, d_ff=300, context=32, batch=8, steps=60, log_every=3, eval_every=60)
-TINY = replace(BASE, config=replace(CONFIG, eval_windows=16), sequences=(2, 4), batches=(1, 3), cached=16, seconds=0.0)
+SIZES = {"d_model": 32, "d_ff": 300, "context": 32, "batch": 8, "steps": 60, "log_every": 3, "eval_every": 60}
+TINY = replace(whole.SMALL, **SIZES, eval_windows=16)
 PATHS = ["dense eager", "planned", "forced twell"]
 
 
@@ -23,6 +22,7 @@ PATHS = ["dense eager", "planned", "forced twell"]
 def record(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole, "SMALL", TINY)
+        patch.setattr(whole, "SECONDS", 0.0)
         patch.setattr("torch.cuda.is_available", lambda: False)
         return recordings.make("trained", tmp_path_factory.mktemp("trained"), seconds=1000.0)[0]
 
@@ -38,7 +38,7 @@ def test_both_are_trained_alike_but_for_l1(record):
         first, last = (sum(some) / 3 for some in (late[:3], late[-3:]))
         assert row["nnz_moved"] == pytest.approx(last / first - 1, abs=0.03)
         assert len(row["firing"]) == 2
-    assert (sparse["config"]["l1"], sparse["config"]["kernels"]) == (TINY.config.l1, "auto")
+    assert (sparse["config"]["l1"], sparse["config"]["kernels"]) == (TINY.l1, "auto")
     same = {"l1": 0, "kernels": "off"}
     assert sparse["config"] | same == twin["config"]
     assert sparse["mean_nnz"] < twin["mean_nnz"] and sparse["history"]["ce"][0] == twin["history"]["ce"][0]
@@ -46,12 +46,12 @@ def test_both_are_trained_alike_but_for_l1(record):
 
 def test_its_own_firing_is_timed_beside_the_twin(record):
     rows = [row for row in record.rows if row["kind"] != whole.RUN]
-    sparse = [f"trained with L1, {work}" for work in ("decode step, batch 1", "decode step, batch 3")]
-    sparse += [f"trained with L1, {count} x 32 tokens" for count in (2, 4)]
+    sparse = [f"trained with L1, {work}" for work in ("decode step, batch 1", "decode step, batch 16")]
+    sparse += [f"trained with L1, {count} x 32 tokens" for count in (2, 8)]
     assert [(row["workload"], row["path"]) for row in rows] == [
         *((work, path) for work in sparse for path in PATHS),
-        *(("trained with L1, training step, 4 x 32 tokens", path) for path in ("dense eager", "planned")),
-        *((f"dense twin, {work}", path) for work in ("4 x 32 tokens", "decode step, batch 3") for path in PATHS[:2]),
+        *(("trained with L1, training step, 8 x 32 tokens", path) for path in ("dense eager", "planned")),
+        *((f"dense twin, {work}", path) for work in ("8 x 32 tokens", "decode step, batch 16") for path in PATHS[:2]),
     ]
     assert all(row["error_over_allowed"] <= 1 for row in rows if "error_over_allowed" in row)
     assert all(row["choice"] == "2 twell" for row in rows if row["path"] == "forced twell")

@@ -69,7 +69,7 @@ def test_a_wrong_gradient_is_refused(monkeypatch):
         return layer
 
     monkeypatch.setattr(training, "our_layer", wrong)
-    with pytest.raises(clock.WrongResult, match="dx is off by .* nothing was timed"):
+    with pytest.raises(clock.WrongResult, match="dx: off by .* nothing was timed"):
         training.step_rows(TINY)
 
 

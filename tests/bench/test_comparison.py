@@ -70,7 +70,7 @@ def test_what_this_device_does_not_have_and_what_is_wrong_is_said_and_not_timed(
     assert [row["path"] for row in made] == ["dense eager", "right", "part: right, conversion"]
     assert made[0]["left_out"].keys() == {"missing", "uncompiled", "wrong", "nan"}
     assert made[0]["left_out"]["missing"] == "DeviceError: no such unit"
-    assert made[0]["left_out"]["wrong"].startswith("wrong: a row is off by")
+    assert made[0]["left_out"]["wrong"].startswith("WrongResult: a row: off by")
 
 
 def test_two_four_in_blocks_is_multiplied_as_blocks_and_pruned_weights_as_layers():
@@ -135,7 +135,9 @@ def test_formats_of_torch_have_a_row_at_every_density_and_zeros_beside_random_va
     monkeypatch.setattr(comparison, "SIZES", {"cpu": (12, 40, 16), "cuda": (12, 40, 16)})
     monkeypatch.setattr(comparison, "DENSITIES", [0.1, 0.5])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(comparison.rows, "clocked", lambda calls, *_: ({name: [1.0, 2.0, 3.0] for name in calls}, {}))
+    monkeypatch.setattr(
+        comparison.rows, "clocked", lambda calls, *_, **__: ({name: [1.0, 2.0, 3.0] for name in calls}, {})
+    )
     made = [row for steps in comparison.density_sections().values() for step in steps for row in step()]
     Record.new("density", "a test", made)
     assert {(row["path"], row["nnz"]) for row in made if row["kind"] == DENSITY} == {

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.bench import energy, losses, models, whole
+from twell_lab.bench import losses, models, whole, workloads
 from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.training.config import TrainConfig
 
 pytestmark = pytest.mark.gpu
 SIZES = ModelConfig(vocabulary=1024, d_model=512, layers=3, heads=8, d_ff=2048, context=512)
@@ -61,22 +62,24 @@ def test_a_step_of_the_record_of_a_size_is_compiled_and_captured():
 
 
 def test_the_energy_of_calls_is_read():
-    read, why = energy.meter(torch.device("cuda"))
+    read, why = workloads.meter(torch.device("cuda"))
     if read is None:
         pytest.skip(why)
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    facts = energy.energy_facts(read, {"square": lambda turn: x @ x}, torch.cuda.synchronize, samples=5, tokens=1)
+    facts = workloads.energy_facts(read, {"square": lambda turn: x @ x}, torch.cuda.synchronize, samples=5, tokens=1)
     # 137 GFLOP: no GPU takes less than 0.1 pJ, or more than 100, for each.
     median, spread = facts["square"]["mj_per_token"], facts["square"]["mj_spread"]
     assert 10 < median < 1e4 and spread < 0.3 * median
 
 
-def test_every_step_of_the_record_of_thresholds():
+def test_every_step_of_the_record_of_thresholds(monkeypatch):
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip(f"kept_inputs needs sm_80; this is {torch.cuda.get_device_name()}")
-    config = ModelConfig(d_model=512, layers=2, heads=8, d_ff=2048, context=64)
-    how = {"batch": 16, "steps": 100, "lr": 1e-3, "sparsities": (0.5, 0.9), "held_out": 40, "cached": 32}
-    steps = losses.thresholds(shape=losses.Cut(config, batches=(1, 4), **how))["thresholds"]
+    monkeypatch.setattr(losses, "BATCHES", (1, 4))
+    monkeypatch.setattr(losses, "CUT_SPARSITIES", (0.5, 0.9))
+    sizes = {"d_model": 512, "layers": 2, "heads": 8, "d_ff": 2048, "context": 64}
+    config = TrainConfig(**sizes, batch=16, steps=100, lr=1e-3, eval_windows=40, dtype="bfloat16")
+    steps = losses.thresholds(config=config)["thresholds"]
     made = [row for step in steps for row in step()]
     for path, methods in Counter(losses.SPARSE.values()).items():
         rows = [row for row in made if row["path"] == path]
@@ -89,11 +92,11 @@ def test_every_step_of_the_record_of_thresholds():
 
 def test_every_section_of_the_record_of_a_trained_model():
     sizes = {"d_model": 512, "layers": 2, "heads": 8, "d_ff": 2048, "context": 128}
-    config = replace(whole.Shape().config, **sizes, batch=64, steps=60, warmup=10, l1=3e-3, eval_every=30)
-    # one forward within what is captured as a graph, and one beyond
-    shape = whole.Shape(replace(config, eval_windows=64), sequences=(2, 160), cached=64, seconds=0.0)
+    # One forward is within what is captured as a graph, and one beyond.
+    config = replace(whole.CONFIG, **sizes, batch=160, steps=60, warmup=10, l1=3e-3, eval_every=30, eval_windows=64)
     left_out = {}
-    made = {name: [row for step in steps for row in step()] for name, steps in whole.trained(left_out, shape).items()}
+    sections = whole.trained(left_out, config, seconds=0.0)
+    made = {name: [row for step in steps for row in step()] for name, steps in sections.items()}
     assert not left_out and all(made.values())
     run = made["training"][0]
     assert run["steps"] == 60 and run["dtype"] == "bfloat16" and "peak_bytes" in run["history"]

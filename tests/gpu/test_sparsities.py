@@ -185,7 +185,7 @@ def test_two_four_in_training_is_the_cpus(operand, dtype, backend):
 
 def test_experiments_with_two_four_are_timed_after_a_check():
     needed.two_four("cusparselt")
-    rows = {row["path"]: row for row in experiments.step_rows((256, 512, 256))}
+    rows = {row["path"]: row for row in experiments.step_rows((256, 512, 256), {})}
     assert len(rows) == 5 and all(row["ms"] > 0 for row in rows.values())
     assert rows["dense step"]["dropped"] == 0 < rows["2:4 input step"]["dropped"] < rows["2:4 weight step"]["dropped"]
     rows = {row["path"]: row for row in experiments.product_rows((512, 1024, 256), "cusparselt")}

@@ -15,6 +15,7 @@ import copy
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -32,8 +33,7 @@ from ..layers.lossy import zeroed
 from ..layers.sparse_ffn import SparseFFN
 from ..models.thresholds import thresholds
 from ..ops import clock
-from . import rows
-from .forward import AUTOTUNED, rates_here
+from . import forward, rows
 
 NEEDED = {"repository": str, "commit": str, "layer": Callable}  # of a rival's file; rows say the texts
 OFF = 0.03  # of its norm: how far a row may be from float64; atomic sums in float16 make 0.01 of it
@@ -52,14 +52,13 @@ class Layer(NamedTuple):
     cut: tuple[float, float] | None = None
     sparsity: float = 0.0
 
-    def judge(self, path: str, y: Tensor) -> float:
+    def judge(self, y: Tensor) -> float:
         """Return how far y is from the float64 result, of its norm. WrongResult where a row is off by more than OFF."""
         exact = dense(*(part.double() if isinstance(part, Tensor) else part for part in self[:6]))
         if (y.shape, y.dtype) != (exact.shape, self.x.dtype):
-            raise clock.WrongResult(f"{path} gave {y.dtype} {list(y.shape)}: it was not timed")
+            raise clock.WrongResult(f"the output is {y.dtype} {list(y.shape)}: it was not timed")
         off, size = (y.double() - exact).norm(dim=1), exact.norm(dim=1)
-        if not (worst := float((off / size.clamp(min=size.mean())).max())) <= OFF:
-            raise clock.WrongResult(f"{path}: a row is off by {worst:.3g} of its norm: it was not timed")
+        rows.hold("a row", float((off / size.clamp(min=size.mean())).max()), OFF)
         return float(off.norm() / size.norm())
 
 
@@ -70,45 +69,37 @@ def dense(x, gate, up, down, activation: str, cut: tuple[float, float] | None = 
     return linear(zeroed((silu(g) if activation == "silu" else g.relu()) * linear(x, up), second), down)
 
 
-class Case(NamedTuple):
-    """So many drawn layers: with a ReLU, of which `nnz` neurons fire for a token, or, where `sparsity` is not 0, with a
-    SiLU and thresholds (TEAL) that cut this share of inputs and hidden values."""
+@dataclass(frozen=True)
+class Case(forward.Case):
+    """So many `layers`, of different seeds; where `sparsity` is not 0, with a SiLU and thresholds (TEAL) that cut this
+    share of inputs and hidden values."""
 
-    tokens: int = 1
-    nnz: float = 29
     sparsity: float = 0.0
-    d_model: int = 2048
-    d_ff: int = 5632
     layers: int = 8
-    dtype: torch.dtype = torch.bfloat16
 
     @property
-    def label(self) -> str:
-        """Return what rows call it."""
+    def name(self) -> str:
         what = f"{self.sparsity:.0%} of inputs cut" if self.sparsity else f"{self.nnz:g} neurons fire"
         return f"{self.layers} layers, {self.tokens:,} x {self.d_model:,} x {self.d_ff:,}, {what}"
 
-    def draw(self, device: torch.device) -> tuple[list[Layer], dict[str, list[SparseFFN]]]:
+    def make(self) -> tuple[list[Layer], dict[str, list[SparseFFN]]]:
         """Return the layers, and by path what this project makes of them."""
-        rates = clock.firing_rates(self.d_ff, self.nnz)
-        rates = torch.full_like(rates, 0.5) if self.sparsity else rates  # gates around zero
-        how = self.tokens, self.d_model, self.dtype, device
-        shrink = max(float(rates.sum()), 1.0) ** 0.5
-        drawn = [clock.drawn(rates, *how, shrink=shrink, seed=seed) for seed in range(self.layers)]
-        layers = [Layer(x, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight) for m, (x, *_) in drawn]
+        half = {"nnz": self.d_ff / 2, "kind": "uniform"} if self.sparsity else {}  # gates around zero
+        drawn = [replace(self, seed=seed, **half).draw() for seed in range(self.layers)]
+        layers = [Layer(x, m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight) for m, (x, *_), _ in drawn]
         if self.sparsity:
             plans: dict[str, Choice | LayerPlan] = {"kept_inputs": Choice("kept_inputs")}
-            for number, (module, (x, *_)) in enumerate(drawn):
+            for number, (module, (x, *_), _) in enumerate(drawn):
                 module.act_fn = nn.SiLU()
                 chosen = thresholds(module, [x], self.sparsity, method="teal")
                 cut = torch.tensor([*chosen.layers[0].thresholds.values()], dtype=self.dtype).tolist()
                 layers[number] = layers[number]._replace(activation="silu", cut=tuple(cut), sparsity=self.sparsity)
                 chosen.apply(module)
         else:
-            (one, (_, seen, others)), tokens = drawn[0], (self.tokens,)
-            firing, rest = profile(one, [seen]), {"batches": [others], "rates": rates_here(), "progress": False}
-            plans = {"twell": Choice("twell"), "planned": planner.plan(firing, one, tokens=tokens, **rest).layers[0]}
-        made = {name: [SparseFFN(copy.deepcopy(m).eval(), plan=plan) for m, _ in drawn] for name, plan in plans.items()}
+            (one, _, (seen, others)), rates = drawn[0], {"rates": forward.rates_here(), "progress": False}
+            plan = planner.plan(profile(one, [seen]), one, tokens=(self.tokens,), batches=[others], **rates)
+            plans = {"twell": Choice("twell"), "planned": plan.layers[0]}
+        made = {name: [SparseFFN(copy.deepcopy(m), plan=plan) for m, *_ in drawn] for name, plan in plans.items()}
         return layers, {f"twell-lab: {name}": modules for name, modules in made.items()}
 
 
@@ -116,43 +107,37 @@ class Case(NamedTuple):
 def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str], seconds: float = 2.0) -> list[dict]:
     """Return the rows of a case: torch's dense layer, on a GPU also compiled in two ways, ours, and the rivals."""
     device = clock.present_device(None)
-    layers, ours = case.draw(device)
-    whole = [layer._replace(cut=None) for layer in layers]
+    layers, ours = case.make()
     ways: dict[str, Callable] = {rows.DENSE: dense}
     if device.type == "cuda":
         torch._dynamo.reset()
         ways[rows.COMPILED] = torch.compile(dense, dynamic=False)
-        ways[AUTOTUNED] = torch.compile(dense, dynamic=False, mode="max-autotune-no-cudagraphs")
+        ways[forward.AUTOTUNED] = torch.compile(dense, dynamic=False, mode="max-autotune-no-cudagraphs")
     makers: dict[str, Callable[[Layer], Callable | None]] = {
         path: lambda layer, way=way: lambda x: way(x, *layer[1:5]) for path, way in ways.items()
     }
     makers |= {path: partial(lambda left, _: next(left), iter(modules)) for path, modules in ours.items()}
     makers |= {path: file.layer for path, file in rivals.items()}
-    calls, graphs, facts = rows.Calls(), rows.Calls(), dict[str, dict]()
-    for path, make in makers.items():
-        try:
-            runs = [make(layer) for layer in layers]
-            if None in runs:
-                continue
-            given = whole if path in ways else layers
-            error = max(layer.judge(path, run(layer.x)) for layer, run in zip(given, runs))
-            call = partial(lambda runs, turn: [run(layer.x) for run, layer in zip(runs, layers)], runs)
-            if device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own on
-                    graphs[f"{path} (graph)"] = clock.graphed(call, inputs=1)
-        except Exception as error:
-            if path not in rivals:
-                raise
-            left_out[f"{path}, {case.label}"] = why = f"{type(error).__name__}: {str(error)[:300]}"
-            print(f"arena: {path}, {case.label}: {why}", file=sys.stderr, flush=True)
-            continue
+
+    def entry(path: str) -> rows.Entry:
+        runs = [makers[path](layer) for layer in layers]
+        if None in runs:
+            raise InputError("it is not for such a layer")
+        given = [layer._replace(cut=None) for layer in layers] if path in ways else layers
+        error = max(layer.judge(run(layer.x)) for layer, run in zip(given, runs))
+        call = lambda turn: [run(layer.x) for run, layer in zip(runs, layers)]
+        if device.type == "cuda":
+            with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own on
+                clock.graphed(call, inputs=1)
         texts = {key: getattr(rivals[path], key) for key, kind in NEEDED.items() if path in rivals and kind is str}
-        calls[path], facts[path] = call, {"error": error, **texts}
-    samples, bursts = rows.clocked(calls, device, seconds)
+        return call, {"error": error, **texts}
+
+    calls, facts = rows.admit({path: partial(entry, path) for path in makers}, left_out, f"{case.name}, ", [rows.DENSE])
+    samples, bursts = rows.clocked(calls, device, seconds, graphs=True, compiled=True)
     one = lambda values: [ms / len(layers) for ms in values]  # noqa: E731
-    samples = {path: one(values) for path, values in (samples | (clock.time_cuda(graphs) if graphs else {})).items()}
-    shared = rows.of_layer("arena", layers[0].x, case.d_ff, case.label) | {"layers": len(layers)}
+    shared = rows.of_layer("arena", layers[0].x, case.d_ff, case.name) | {"layers": len(layers)}
     shared |= {"sparsity": case.sparsity} if case.sparsity else {"nnz": case.nnz}
+    samples = {path: one(values) for path, values in samples.items()}
     return rows.table(shared, samples, facts, {path: (one(host), one(wall)) for path, (host, wall) in bursts.items()})
 
 
@@ -168,16 +153,16 @@ def rivals_in(folder: str | Path) -> dict[str, ModuleType]:
         except Exception as error:
             raise InputError(f"{str(file)!r:.200} raises {type(error).__name__}: {error}") from error
         for name, kind in NEEDED.items():
-            if not isinstance(getattr(module, name, None), kind):
-                raise InputError(f"{str(file)!r:.200} has no {name}; accepted: a file that has {', '.join(NEEDED)}")
-    if not rivals:
-        raise InputError(f"there is no file NAME.py in {str(folder)!r:.200}; accepted: a folder with one or more")
+            fits = isinstance(getattr(module, name, None), kind)
+            rows.need(fits, f"{str(file)!r:.200} has no {name}", f"a file that has {', '.join(NEEDED)}")
+    rows.need(rivals, f"there is no file NAME.py in {str(folder)!r:.200}", "a folder with one or more")
     return rivals
 
 
 CASES = [  # what says most comes first, should the time not do for all
-    *(Case(1, 29, 0.5, *sizes, torch.float16) for sizes in ((2048, 5632, 8), (4096, 14336, 4))),
-    Case(1, 29),
+    Case(1, sparsity=0.5, dtype=torch.float16),
+    Case(1, sparsity=0.5, d_model=4096, d_ff=14336, layers=4, dtype=torch.float16),
+    Case(1),
     *(Case(16384, nnz, layers=2) for nnz in (29, 60, 300)),
 ]
 
@@ -185,4 +170,4 @@ CASES = [  # what says most comes first, should the time not do for all
 def sections(left_out: dict, rivals: str | Path | None = None) -> rows.Sections:
     """Return the steps of the record. rivals: the folder of others' code."""
     others = {} if rivals is None else rivals_in(rivals)
-    return {case.label: [partial(case_rows, case, others, left_out)] for case in CASES}
+    return {case.name: rows.steps(case_rows, [case], [others], [left_out]) for case in CASES}

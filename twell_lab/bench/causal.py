@@ -4,14 +4,15 @@ it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from ..core import InputError
 from ..models.generate import cache_name, read_prompt
 from ..models.tiny import Keys, LanguageModel
+from .rows import need
 
 Called = Callable[..., Tensor]
 
@@ -57,24 +58,20 @@ class Causal:
     def reader(self, head: bool = True, *, compiled: bool = False) -> Called:
         """Return a call: ids [batch, tokens] -> logits [batch, tokens, vocabulary], or without the head what that would
         take, [batch, tokens, d_model]. Given a Kept too, ids [batch, 1] are the tokens after it."""
+        compile_ = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda call: call
         if self.ours:
-            return _compiled(lambda ids, kept=None: _through(self.model, ids, head, kept), compiled)
+            return compile_(lambda ids, kept=None: _through(self.model, ids, head, kept))
         model = self.model if head else self.model.base_model
-        body, cache = _compiled(model, compiled), cache_name(model)
+        body, cache = compile_(model), cache_name(model)
 
         def read(ids: Tensor, kept: Kept | None = None) -> Tensor:
-            if kept is None:
-                result = body(ids, use_cache=False)
-            else:
+            earlier: dict = {}
+            if kept is not None:
                 earlier = {cache: kept, "attention_mask": kept.mask, "position_ids": kept.places[None]}
-                result = body(ids, use_cache=True, **earlier)
+            result = body(ids, use_cache=kept is not None, **earlier)
             return result.logits if head else result.last_hidden_state
 
         return read
-
-    def stepper(self, head: bool = True, *, compiled: bool = False) -> Called:
-        """Return a call of one step of decoding: `reader`'s for ids [batch, 1] and a Kept."""
-        return self.reader(head, compiled=compiled)
 
     @torch.no_grad()
     def keep(self, ids: Tensor) -> Kept:
@@ -87,15 +84,10 @@ class Causal:
 def _check_causal(model: nn.Module) -> None:
     embedded = getattr(model, "get_output_embeddings", None)
     speaks = callable(embedded) and embedded() is not None and getattr(model, "can_generate", lambda: False)()
-    if not speaks or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise InputError(
-            f"{type(model).__name__} is no causal language model; accepted: one of transformers with its LM head, or a "
-            "LanguageModel of this project, as tl.load gives both; tl.bench.layer takes a feed-forward layer"
-        )
-
-
-def _compiled(call, compiled: bool):
-    return torch.compile(call, fullgraph=True, dynamic=False) if compiled else call
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    accepted = "one of transformers with its LM head, or a LanguageModel of this project, as tl.load gives both; "
+    accepted += "tl.bench.layer takes a feed-forward layer"
+    need(speaks and not encodes, f"{type(model).__name__} is no causal language model", accepted)
 
 
 def _through(model: LanguageModel, ids: Tensor, head: bool, kept: Kept | None = None) -> Tensor:

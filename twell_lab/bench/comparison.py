@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, linear
 
 from .. import core
-from ..core import InputError
 from ..formats import COO, CSR, ELL, TwELL
 from ..layers.find import feed_forwards
 from ..models.tiny import LanguageModel
@@ -41,7 +39,6 @@ PIECES = {SCATTERED: (1, 1), BLOCKS: (32, 32), TALL: (32, 1), WIDE: (1, 32)}  # 
 NESTED, NESTED_SIZE = "2:4 in blocks 128 x 128", 128
 CHECKED = 64  # rows of a result that are compared with float64
 WRONG = 4.0  # times as far off as this project's kernels may be (ops.accuracy): others sum in other orders
-CONVERSIONS = 5  # samples of a conversion
 CHECKPOINTS = ("wide", "sparse", "small")  # the models of data/checkpoints that were trained with L1
 TILED = "micro-tiles 32 x 1"
 MET = ("CSR (torch)", "csr_v3", TILED, "TwELL")  # what multiplies their activations, by name
@@ -205,7 +202,7 @@ def off(c: Tensor, a: Tensor, b: Tensor, dense: Tensor) -> float:
 def beside(
     a: Tensor,
     bs: list[Tensor],
-    methods: Iterable[Method],
+    methods: Sequence[Method],
     kind: str,
     workload: str,
     seconds: float,
@@ -219,36 +216,27 @@ def beside(
     device does not have, and those whose result was wrong."""
     turned = [b.t().contiguous() for b in bs]
     dense = a @ bs[0]
-    calls: rows.Calls = {DENSE: rows.over(partial(torch.matmul, a), bs)}
-    parts: rows.Calls = {}
-    left_out: dict[str, str] = {}
-    facts: dict[str, dict] = {DENSE: {"left_out": left_out}}
-    for method in methods:
+
+    def entry(method: Method) -> rows.Entry:
         given = turned if method.turned else bs
-        try:
-            call = partial(method.multiply, method.convert(a))
-            c = call(given[0])
-            ratio = off(c.t() if method.turned else c, a, bs[0], dense)
-        except torch.OutOfMemoryError:
-            raise
-        # torch's block product is compiled by Triton: without it, or the C compiler it calls, one of the others comes.
-        except (InputError, RuntimeError, ImportError, TypeError, OSError, SubprocessError) as error:
-            left_out[method.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
-            continue
-        if not ratio <= WRONG:
-            left_out[method.name] = f"wrong: a row is off by {ratio:.3g} times what this project's kernels may be"
-            continue
-        calls[method.name] = rows.over(call, given)
-        facts[method.name] = {"error_over_allowed": round(ratio, 4)}
-        parts[f"part: {method.name}, conversion"] = lambda turn, method=method: method.convert(a)
-    samples, bursts = rows.clocked(calls, a.device, seconds)
-    if conversions and parts:
-        on_gpu = partial(clocks.time_cuda, rounds=CONVERSIONS, warm=1)
-        samples |= on_gpu(parts) if a.is_cuda else rows.clocked(parts, a.device, seconds / 2)[0]
+        call = partial(method.multiply, method.convert(a))
+        c = call(given[0])
+        ratio = rows.hold("a row", off(c.t() if method.turned else c, a, bs[0], dense), WRONG)
+        return rows.over(call, given), {"error_over_allowed": ratio}
+
+    left_out: dict[str, str] = {}
+    calls, facts = rows.admit({method.name: partial(entry, method) for method in methods}, left_out)
+    parts: rows.Calls = {
+        f"part: {method.name}, conversion": lambda turn, method=method: method.convert(a)
+        for method in methods
+        if method.name in calls
+    }
+    calls = {DENSE: rows.over(partial(torch.matmul, a), bs), **calls}
+    facts[DENSE] = {"left_out": left_out}
     nonzero = int((a != 0).sum())
     shared = rows.of_layer(kind, dense, a.shape[1], workload)
     shared |= {"nnz": round(nonzero / len(a), 2), "density": nonzero / a.numel()}
-    return rows.table(shared, samples, facts, bursts)
+    return rows.measured(shared, calls, seconds, facts, parts=parts if conversions else {})
 
 
 @dataclass(frozen=True)
@@ -267,7 +255,7 @@ READ = Shape(2**16)  # tokens of the activations
 
 
 def product_rows(
-    pattern: str, sparsity: float, shape: Shape = Shape(), methods: Iterable[Method] = METHODS
+    pattern: str, sparsity: float, shape: Shape = Shape(), methods: Sequence[Method] = METHODS
 ) -> list[dict]:
     """Return the rows of `beside` of kind "comparison", for the methods that take this pattern and sparsity."""
     a = patterned(pattern, shape.m, shape.k, sparsity, dtype=shape.dtype, device=shape.device)
@@ -312,12 +300,10 @@ def activation_rows(name: str, layer: int, shape: Shape = READ) -> list[dict]:
 def sections(shape: Shape = Shape(), read: Shape = READ) -> rows.Sections:
     """Return the steps of the record: one for each pattern and sparsity, the highest sparsities first, which take
     least; then the layers of the models that are here."""
-    cases = [(pattern, zeros) for zeros in sorted(SPARSITIES, reverse=True) for pattern in (*PIECES, NESTED)]
-    layers = [(name, layer) for name, count in shipped().items() for layer in range(count)]
-    return {
-        "products": [partial(product_rows, *case, shape) for case in [(TWO_FOUR, 0.5), *cases]],
-        "activations": [partial(activation_rows, *layer, read) for layer in layers],
-    }
+    zeros = sorted(SPARSITIES, reverse=True)
+    cases = [partial(product_rows, pattern, share, shape) for share in zeros for pattern in (*PIECES, NESTED)]
+    layers = [rows.steps(activation_rows, [name], range(count), [read]) for name, count in shipped().items()]
+    return {"products": [partial(product_rows, TWO_FOUR, 0.5, shape), *cases], "activations": sum(layers, [])}
 
 
 # ---- formats of torch over the density ----

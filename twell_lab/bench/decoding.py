@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..analysis.planner import plan
-from ..analysis.profile import profile
 from ..layers.find import feed_forwards
 from ..layers.skipping import SkippingLinear
 from ..models.generate import forget, generate
@@ -22,23 +20,17 @@ from ..models.thresholds import calibrate
 from ..models.tiny import ModelConfig
 from ..ops import clock
 from . import drawn, rows, workloads
+from .models import FOR_GRAPHS, PLANNED, Bench
 
-DENSE, PLANNED = "dense", "planned"
+DENSE = "dense"  # what rows call the model as it is
 EIGHT = ModelConfig(vocabulary=128_256, d_model=4096, layers=32, heads=32, d_ff=14_336, context=2048)
 SPARSITIES = (0.5, 0.65)  # of thresholds
 _SURE = 8  # sequences from which not all can have parted at the first token by chance
 
 
-class Shape(NamedTuple):
-    """Say what is decoded: prompts of so many tokens, and so many new ones, for each batch; `rounds` times."""
-
-    model: str | ModelConfig = "2B"
-    prompt: int = 128
-    new: int = 128
-    batches: tuple[int, ...] = (1, 16, 64)
-    rounds: int = 3
-    device: str = "cuda"
-    dtype: torch.dtype = torch.bfloat16
+PROMPT, NEW = 128, 128  # tokens of a prompt, and tokens that are decoded
+BATCHES = (1, 16, 64)
+ROUNDS = 3
 
 
 def _theirs(model: Any, ids: Tensor, new: int, **how: Any) -> Tensor:
@@ -53,35 +45,33 @@ WAYS: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
 }
 
 
-def decoding_rows(models: Callable[[], dict[str, Any]], shape: Shape, way: str, batch: int) -> list[dict]:
+def decoding_rows(models: Callable[[], dict[str, Any]], size: str, way: str, batch: int) -> list[dict]:
     """Return a row for each model of one way to decode a batch: milliseconds a step, over whole generations; tokens a
     second; the time to the first token; the peak of memory beyond the weights; and the share of tokens that are those
-    of the dense model's (of 16 bits, sequences part where two scores are nearly the same)."""
+    of the dense model's (of 16 bits, sequences part where two scores are nearly the same). size: what rows call it."""
     call, samples, facts, texts = WAYS[way], dict[str, list[float]](), dict[str, dict](), dict[str, Tensor]()
     for name, model in models().items():
-        draw = torch.Generator().manual_seed(batch)
-        ids = torch.randint(0, model.config.vocab_size, (batch, shape.prompt), generator=draw).to(shape.device)
+        draw, device = torch.Generator().manual_seed(batch), next(model.parameters()).device
+        ids = torch.randint(0, model.config.vocab_size, (batch, PROMPT), generator=draw).to(device)
         model.generation_config.eos_token_id = None  # a drawn model would end anywhere
-        texts[name] = call(model, ids, shape.new)[:, shape.prompt :]  # compiles and captures
+        texts[name] = call(model, ids, NEW)[:, PROMPT:]  # compiles and captures
         same = float((texts[name] == texts[DENSE]).float().mean())
-        if batch >= _SURE and same < 1 / shape.new:
+        if batch >= _SURE and same < 1 / NEW:
             raise clock.WrongResult(f"{way}, {name}, batch {batch}: not even the first tokens are the dense model's")
-        path, generation = f"{way}, {name}", lambda turn: call(model, ids, shape.new)
-        first = _walls(lambda turn: call(model, ids, 1), shape.rounds + 1)[1:]
-        whole = _walls(generation, shape.rounds)
-        samples[path] = [ms / shape.new for ms in whole]
+        path, generation = f"{way}, {name}", lambda turn: call(model, ids, NEW)
+        first = _walls(lambda turn: call(model, ids, 1), ROUNDS + 1)[1:]
+        whole = _walls(generation, ROUNDS)
+        samples[path] = [ms / NEW for ms in whole]
         facts[path] = {
-            "tokens_per_s": 1e3 * batch * shape.new / sorted(whole)[len(whole) // 2],
+            "tokens_per_s": 1e3 * batch * NEW / sorted(whole)[len(whole) // 2],
             "first_ms": sorted(first)[len(first) // 2],
             "same": round(same, 4),
         }
-        if shape.device != "cpu":
+        if device.type == "cuda":
             forget(model)  # or what it keeps would not count
             facts[path]["peak_bytes"] = clock.peak_bytes(generation)
-    size = shape.model if isinstance(shape.model, str) else "8B SiLU" if shape.model == EIGHT else "small"
-    workload = f"drawn {size} Llama, batch {batch}"
-    sizes = {"batch": batch, "prompt": shape.prompt, "new": shape.new}
-    shared = rows.about("decoding", next(model.parameters()), workload, **sizes)
+    sizes = {"batch": batch, "prompt": PROMPT, "new": NEW}
+    shared = rows.about("decoding", next(model.parameters()), f"drawn {size} Llama, batch {batch}", **sizes)
     return rows.table(shared, samples, facts, base=f"{way}, {DENSE}")
 
 
@@ -89,49 +79,41 @@ def _walls(call: Callable[[int], object], rounds: int) -> list[float]:
     return clock.time_bursts({"": call}, rows.drain, rounds=rounds, count=1, warm=0)[""][1]
 
 
-def models(shape: Shape) -> dict[str, Any]:
-    """Return the dense model, and the one that a plan for captured steps of these batches swapped."""
-    sizes = drawn.sizes_of(shape.model)
-    dense = drawn.fired(sizes, shape.device, shape.dtype)
-    tokens = torch.randint(0, sizes.vocabulary, (8, min(512, sizes.context)), device=shape.device)
-    planned = copy.deepcopy(dense)
-    calls = "captured" if shape.device == "cuda" else "eager"
-    how = dict(tokens=shape.batches, calls=calls, batches=tokens[4:].split(2), progress=False)
-    sparsify(planned, plan(profile(planned, tokens[:4].split(2)), planned, **how))
-    return {DENSE: dense, PLANNED: planned}
+def models(size: str | ModelConfig) -> dict[str, Any]:
+    """Return the dense model, and the one that a plan for steps of these batches swapped, captured ones on a GPU."""
+    bench = Bench(size, tokens=(), batches=BATCHES)
+    plan = bench.planned(FOR_GRAPHS if torch.cuda.is_available() else PLANNED)
+    return {DENSE: bench.dense.model, PLANNED: sparsify(copy.deepcopy(bench.dense.model), plan)}
 
 
-def sections(left_out: dict | None = None, shape: Shape | None = None) -> rows.Sections:
+def sections(left_out: dict | None = None, size: str | ModelConfig = "2B") -> rows.Sections:
     """Return the steps of the record: the smallest batch by all ways, then the others, way by way."""
-    shape = shape or Shape()
-    both = functools.cache(lambda: models(shape))
-    first, *others = shape.batches
-
-    def steps(ways: Iterable[str], *batches: int) -> list[Callable[[], list[dict]]]:
-        return [functools.partial(decoding_rows, both, shape, way, batch) for way in ways for batch in batches]
-
-    return {f"batch {first}": steps(WAYS, first)} | {way: steps([way], *others) for way in WAYS}
+    both = functools.cache(lambda: models(size))
+    step = functools.partial(decoding_rows, both, size if isinstance(size, str) else "small")
+    first = rows.steps(step, WAYS, BATCHES[:1])
+    return {f"batch {BATCHES[0]}": first} | {way: rows.steps(step, [way], BATCHES[1:]) for way in WAYS}
 
 
 # ---- thresholds ----
 
 
 @torch.no_grad()
-def thresholded(shape: Shape) -> Callable[[float], dict[str, Any]]:
+def thresholded(sizes: ModelConfig) -> Callable[[float], dict[str, Any]]:
     """Draw a Llama with SiLU layers, four heads of which share keys and values, and run it over drawn tokens. Returns a
     function that gives, for a sparsity, this model and a copy with thresholds (TEAL) on all projections' inputs, on
     kernels; WrongResult where these compute something else than the same thresholds without them."""
-    sizes = drawn.sizes_of(shape.model)
-    how = {"hidden_act": "silu", "mlp_bias": False, "num_key_value_heads": max(1, sizes.heads // 4)}
-    dense = drawn.llama(sizes, shape.device, shape.dtype, **how)
-    tokens = torch.randint(0, sizes.vocabulary, (4, min(512, sizes.context)), device=shape.device)
+    device = clock.present_device(None)
+    like = {"device": device, "dtype": clock.dtype_for(device)}
+    shared = {"hidden_act": "silu", "mlp_bias": False, "num_key_value_heads": max(1, sizes.heads // 4)}
+    dense = drawn.llama(sizes, **like, **shared)
+    tokens = torch.randint(0, sizes.vocabulary, (4, min(512, sizes.context)), device=device)
     seen = calibrate(dense, tokens.split(2), method="teal", attention=True)
 
     @torch.no_grad()
     def both(sparsity: float) -> dict[str, Any]:
         cut = seen.at(sparsity).apply(copy.deepcopy(dense))
         model, layers = sparsify(copy.deepcopy(cut), "kept_inputs"), feed_forwards(cut)
-        x = torch.randn(4, sizes.d_model, device=shape.device, dtype=shape.dtype)  # as a norm's output is
+        x = torch.randn(4, sizes.d_model, **like)  # as a norm's output is
         errors = workloads.layer_errors(layers, model, {layer.name: x for layer in layers}, 1)
         for name, projection in model.named_modules():
             if isinstance(projection, SkippingLinear):  # of attention
@@ -142,12 +124,11 @@ def thresholded(shape: Shape) -> Callable[[float], dict[str, Any]]:
     return both
 
 
-def eight(left_out: dict | None = None, shape: Shape | None = None) -> rows.Sections:
-    """Return the steps of the record of the 8B shape: dense beside each sparsity."""
-    shape = shape or Shape(EIGHT, batches=(1,))
-    models = functools.cache(lambda: thresholded(shape))
+def eight(left_out: dict | None = None, sizes: ModelConfig = EIGHT) -> rows.Sections:
+    """Return the steps of the record of the 8B shape, one sequence: dense beside each sparsity."""
+    models = functools.cache(lambda: thresholded(sizes))
 
-    def step(sparsity: float, batch: int) -> list[dict]:
-        return decoding_rows(lambda: models()(sparsity), shape, "tl.generate", batch)
+    def step(sparsity: float) -> list[dict]:
+        return decoding_rows(lambda: models()(sparsity), "8B SiLU", "tl.generate", 1)
 
-    return {f"{cut:.0%}": [functools.partial(step, cut, batch) for batch in shape.batches] for cut in SPARSITIES}
+    return {f"{cut:.0%}": rows.steps(step, [cut]) for cut in SPARSITIES}

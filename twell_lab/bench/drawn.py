@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from .. import core
 from ..analysis.profile import FiringProfile
-from ..core import InputError, StackError
+from ..core import StackError
 from ..layers.find import feed_forwards
 from ..models.tiny import ModelConfig, parameters
 from ..ops import clock
 from ..training import presets
+from .rows import need
 
 SEEN = 4096  # tokens that the biases are set on, and that a profile counts: so many, or two windows
 NAMES = presets.NAMES  # of the sizes that `sizes_of` knows; the last four are the paper's
@@ -32,11 +33,8 @@ def sizes_of(size: str | ModelConfig) -> ModelConfig:
         fields = presets.named(size)
         sizes = {name: fields[name] for name in ("layers", "d_model", "d_ff", "heads", "context")}
         return ModelConfig(**sizes, vocabulary=presets.BPE if "tokenizer" in fields else presets.BYTES)
-    if not size.gated or size.activation != "relu":
-        raise InputError(
-            f"the configuration has gated={size.gated} and activation={size.activation!r}; a Llama is drawn, so "
-            "gated=True and 'relu' are accepted, or a model of these sizes"
-        )
+    what = f"the configuration has gated={size.gated} and activation={size.activation!r}, and a Llama is drawn"
+    need(size.gated and size.activation == "relu", what, "gated=True and 'relu', or a model of these sizes")
     return size
 
 
@@ -57,11 +55,9 @@ def check_room(sizes: ModelConfig, dtype: torch.dtype, copies: int) -> None:
     """Raise InputError, before anything is built, where so many models and one in float32 are more than this machine's
     memory."""
     needed = parameters(sizes) * (copies * dtype.itemsize + (0 if dtype == torch.float32 else 4))
-    if (there := core.memory()) is not None and needed > there:
-        raise InputError(
-            f"a model of {parameters(sizes) / 1e9:.2g} billion parameters, {copies} times, takes "
-            f"{needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}; accepted: smaller sizes"
-        )
+    there, takes = core.memory() or needed, f"{parameters(sizes) / 1e9:.2g} billion parameters, {copies} times, takes"
+    memory = f"{needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}"
+    need(needed <= there, f"a model of {takes} {memory}", "smaller sizes")
 
 
 def llama(

@@ -3,13 +3,13 @@ of training with an operand that is made 2:4."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..core import DeviceError, TwellError
+from ..core import DeviceError
 from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock
 from ..sparsities.adapters import drawn, switch
@@ -24,35 +24,20 @@ SWITCH, FUSE = "switch in place", "fuse LoRA"
 Product = tuple[int, int, int]  # tokens, d_ff, d_model
 
 
-@dataclass(frozen=True)
-class Shape:
-    """model, shares: in whose matrices such shares of the weights are switched. config: of the trainings with dropout,
-    one for each of `seeds` and each kind. products: those that are timed, on a GPU."""
-
-    model: ModelConfig = ModelConfig(d_model=2048, layers=8, heads=16, d_ff=5632)
-    shares: tuple[float, ...] = (0.01, 0.02)
-    config: TrainConfig = TrainConfig(d_model=256, d_ff=1024, batch=32, context=256)
-    seeds: tuple[int, ...] = (0, 1)
-    products: tuple[Product, ...] = ((2048, 5632, 2048), (16384, 5632, 2048), (131072, 5632, 2048))
-    device: str = "cuda"
-
-
-SMALL = Shape(  # for a CPU: about five minutes on two cores
-    ModelConfig(d_model=512, layers=4, heads=8, d_ff=2048),
-    config=TrainConfig(layers=2, steps=300),
-    products=(),
-    device="cpu",
-)
+MODEL = ModelConfig(d_model=2048, layers=8, heads=16, d_ff=5632)  # in whose matrices weights are switched
+SMALL = ModelConfig(d_model=512, layers=4, heads=8, d_ff=2048)  # for a CPU: about five minutes on two cores
+SHARES = (0.01, 0.02)  # of the weights
+PRODUCTS: tuple[Product, ...] = ((2048, 5632, 2048), (16384, 5632, 2048), (131072, 5632, 2048))  # on a GPU
 
 
 @torch.no_grad()
-def adapter_rows(shape: Shape, share: float) -> list[dict]:
+def adapter_rows(config: ModelConfig, share: float) -> list[dict]:
     """Return the rows of switching on and off once, in place, and of fusing and unfusing a LoRA of as many parameters;
     of random weights. `worst_error`: the largest difference from the weights of before, once it is off."""
-    device = clock.present_device(shape.device)
+    device = clock.present_device(None)
     torch.manual_seed(0)
     with torch.device(device):
-        model = LanguageModel(shape.model).to(clock.dtype_for(device)).requires_grad_(False)
+        model = LanguageModel(config).to(clock.dtype_for(device)).requires_grad_(False)
     adapter, own = drawn(model, share), dict(model.named_parameters())
     weights = {name: own[name] for name in adapter}
     first, factors = {name: weight.clone() for name, weight in weights.items()}, {}
@@ -80,7 +65,7 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
         for name, weight in weights.items():
             weight.copy_(first[name])
     workload = f"{share:.0%} of the weights, on and off once"
-    shared = rows.about("adapters", model.head.weight, workload, share=share, **rows.sizes_of(shape.model))
+    shared = rows.about("adapters", model.head.weight, workload, share=share, **rows.sizes_of(config))
     return rows.measured(shared, calls, facts=facts, base=None, rounds=10)
 
 
@@ -89,8 +74,8 @@ def adapter_rows(shape: Shape, share: float) -> list[dict]:
 
 def product_rows(sizes: Product, backend: str | None = None) -> list[dict]:
     """Return the rows of y = h Wd^T with h [tokens, d_ff] dropped 2:4, with its compression and without, beside the
-    dense product; of the backend of torch's that runs, cuSPARSELt if it does. Drawing the pattern is in none of them.
-    clock.WrongResult where the 2:4 product is more than twice as far from float64 as the dense one."""
+    dense product. Drawing the pattern is in none of them. clock.WrongResult where the 2:4 product is more than twice as
+    far from float64 as the dense one. backend: of torch's, by default cuSPARSELt where it runs."""
     if backend is None:
         try:
             return product_rows(sizes, usual_backend())
@@ -104,9 +89,7 @@ def product_rows(sizes: Product, backend: str | None = None) -> list[dict]:
         sparse = kind.from_dense(h)
         exact, results = h[:256].double() @ weight.double().t(), (h @ weight.t(), sparse @ weight.t())
     dense, ours = (float((y[:256].double() - exact).norm()) for y in results)
-    ratio = ours / max(dense, 1e-30)
-    if not ratio <= 2:
-        raise clock.WrongResult(f"the 2:4 product is {ratio:.3g} times as far from float64: nothing was timed")
+    ratio = rows.hold("the 2:4 product, beside the dense one", ours / max(dense, 1e-30), 2.0)
     calls: rows.Calls = {
         "dense product": lambda turn: h @ weight.t(),
         "compress": lambda turn: kind.from_dense(h),
@@ -118,10 +101,10 @@ def product_rows(sizes: Product, backend: str | None = None) -> list[dict]:
         return _beside_first("dropout", "y = h Wd^T", calls, facts, sizes, backend)
 
 
-def step_rows(sizes: Product) -> list[dict]:
+def step_rows(sizes: Product, left_out: dict[str, str]) -> list[dict]:
     """Return the rows of forward and backward of one linear layer, whose input [tokens, d_ff] is a squared ReLU, with
-    weight or input made 2:4 in every step, beside the dense layer; and of choosing and packing alone. RuntimeError
-    where it does not run here, so that a recording leaves it out; errors otherwise as of `checked_step`."""
+    weight or input made 2:4 in every step, beside the dense layer; and of choosing and packing alone. left_out: takes
+    what does not run here, or computes something else, and why."""
     draw, (tokens, d_ff, d_model) = _drawing(), sizes
     x = torch.relu(draw(tokens, d_ff) - 1).square().bfloat16()
     dense = nn.Linear(d_ff, d_model, False, x.device, x.dtype)
@@ -129,21 +112,25 @@ def step_rows(sizes: Product) -> list[dict]:
         dense.weight.copy_(draw(d_model, d_ff) / d_ff**0.5)
     dy = draw(tokens, d_model).bfloat16()
 
-    def step(layer: nn.Module, turn: int) -> None:
-        dense.weight.grad = None
-        layer(x.detach().requires_grad_()).backward(dy)
+    def entry(operand: str) -> rows.Entry:
+        layer = TwoFourLinear(dense, operand) if operand else dense
 
-    try:
-        tensor_kind(x.shape, x.dtype, x.device)
-        layers = {"dense step": dense} | {f"2:4 {operand} step": TwoFourLinear(dense, operand) for operand in OPERANDS}
-        facts = {name: checked_step(layer, x[:SIDE]) for name, layer in layers.items()}
-    except clock.WrongResult:
-        raise
-    except TwellError as error:
-        raise RuntimeError(str(error)) from error
-    calls: rows.Calls = {name: functools.partial(step, layer) for name, layer in layers.items()}
-    calls["2:4 weight chosen"] = lambda turn: two_four(dense.weight.detach())
-    calls["2:4 input chosen"] = lambda turn: two_four(x)
+        def step(turn: int) -> None:
+            dense.weight.grad = None
+            layer(x.detach().requires_grad_()).backward(dy)
+
+        return step, checked_step(layer, x[:SIDE])
+
+    def chosen(matrix: Tensor) -> rows.Entry:
+        two_four(matrix)
+        return lambda turn: two_four(matrix), {}
+
+    ways = {f"2:4 {operand} step" if operand else "dense step": partial(entry, operand) for operand in ("", *OPERANDS)}
+    for operand, matrix in (("weight", dense.weight.detach()), ("input", x)):
+        ways[f"2:4 {operand} chosen"] = partial(chosen, matrix)
+    calls, facts = rows.admit(ways, left_out)
+    if len(calls) == 1:  # the dense step alone
+        return []
     return _beside_first("two_four_training", "y = h Wd^T, both ways", calls, facts, sizes, usual_backend())
 
 
@@ -158,34 +145,38 @@ def checked_step(layer: nn.Module, x: Tensor) -> dict[str, float]:
         lost = float((whole - rest).double().norm() / whole.double().norm())
     exact = operands["input"].double() @ operands["weight"].double().t()
     error = float((layer(x).double() - exact).norm() / exact.norm())
-    if not error <= 4 * torch.finfo(x.dtype).eps:
-        raise clock.WrongResult(f"the {layer} is {error:.3g} of its norm off: nothing was timed")
+    rows.hold(f"the {layer}", error, 4 * torch.finfo(x.dtype).eps)
     return {"error": error, "dropped": lost}
 
 
-def _drawing() -> functools.partial:
+def _drawing() -> partial:
     """Return a function that draws normal values of given sizes, on the GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return functools.partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
+    return partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
 def _beside_first(kind: str, workload: str, calls: rows.Calls, facts: dict, sizes: Product, backend: str) -> list[dict]:
     here = torch.empty(0, dtype=torch.bfloat16, device=clock.present_device(None))
     shared = rows.about(kind, here, workload, **dict(zip(("tokens", "d_ff", "d_model"), sizes)), backend=backend)
-    return rows.table(shared, clock.time_cuda(calls, 15), facts, base=next(iter(calls)))
+    return rows.measured(shared, calls, facts=facts, base=next(iter(calls)), rounds=15)
 
 
-def dropout_rows(shape: Shape, seed: int) -> list[dict]:
+def dropout_rows(config: TrainConfig, seed: int) -> list[dict]:
     """Return a row of each kind of dropout (losses.dropout_row); weights, windows and schedule are the same."""
-    return [losses.dropout_row(replace(shape.config, seed=seed), kind) for kind in losses.DROPOUTS]
+    return [losses.dropout_row(replace(config, seed=seed), kind) for kind in losses.DROPOUTS]
 
 
-def sections(left_out: dict | None = None, shape: Shape | None = None) -> rows.Sections:
-    """Return the steps of the record."""
-    shape = shape or (Shape() if torch.cuda.is_available() else SMALL)
+def sections(
+    left_out: dict[str, str], model: ModelConfig | None = None, config: TrainConfig | None = None
+) -> rows.Sections:
+    """Return the steps of the record. model: for adapters; config: of the trainings with dropout."""
+    on_gpu = torch.cuda.is_available()
+    model = model or (MODEL if on_gpu else SMALL)
+    config = config or (losses.DROPPED if on_gpu else losses.SMALL_DROPPED)
+    products = PRODUCTS if on_gpu else ()
     return {
-        "adapters": [functools.partial(adapter_rows, shape, share) for share in shape.shares],
-        "products": [functools.partial(product_rows, sizes) for sizes in shape.products],
-        "2:4 in training": [functools.partial(step_rows, sizes) for sizes in shape.products],
-        "dropout": [functools.partial(dropout_rows, shape, seed) for seed in shape.seeds],
+        "adapters": rows.steps(adapter_rows, [model], SHARES),
+        "products": rows.steps(product_rows, products),
+        "2:4 in training": rows.steps(step_rows, products, [left_out]),
+        "dropout": rows.steps(dropout_rows, [config], losses.SEEDS),
     }

@@ -20,7 +20,6 @@ from torch.nn.functional import linear
 
 from ..analysis import costs, planner
 from ..analysis.profile import profile
-from ..core import InputError
 from ..cuda.launch import layout, run
 from ..formats.twell import TILE, WORDS
 from ..layers.choice import LayerPlan, one_of_each
@@ -28,14 +27,15 @@ from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
 from ..ops import clock, dispatch, gate_pack
-from ..ops.clock import WrongResult, workload
+from ..ops.clock import workload
 from ..ops.down import down
 from ..ops.gated import gated
 from ..ops.pack import pack
 from ..ops.reference import PlainFeedForward
 from ..plots import OTHER_KERNELS
 from ..records import Record
-from .rows import COMPILED, Calls, Sections, check, check_seconds, compare, describe, first_projection, over, table
+from . import rows
+from .rows import COMPILED, Calls, need, over
 
 AUTOTUNED = "dense max-autotune"  # the path of the dense layer whose kernels torch.compile picks by timing them
 Rivals = dict[str, Callable[[Tensor], Tensor]]  # what is timed beside a dense layer, by path
@@ -74,7 +74,7 @@ def ffn(
 
     InputError or DeviceError for a size, nnz, dtype or device that is not accepted; WrongResult where a result does not
     agree with float64: then nothing is timed."""
-    check_seconds(seconds)
+    rows.check_seconds(seconds)
     device = clock.present_device(device)
     dtype = dtype or clock.dtype_for(device)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
@@ -87,10 +87,10 @@ def layer(
     """Time a feed-forward module on real inputs x [tokens, d_model], dense beside its SparseFFN.
 
     label: what the rows call this workload. compiled, seconds, the Record and the errors: as for `ffn`."""
-    check_seconds(seconds)
-    if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[0] == 0:
-        shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"x is {shape}; a tensor [tokens, d_model] with at least one token is accepted")
+    rows.check_seconds(seconds)
+    shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    rows_of_it = isinstance(x, Tensor) and x.dim() == 2 and len(x) > 0
+    need(rows_of_it, f"x is {shape}", "a tensor [tokens, d_model] with at least one token")
     return _beside_sparse(module, [x], label, compiled, seconds)
 
 
@@ -100,16 +100,12 @@ def _beside_sparse(
 ) -> Record:
     x = inputs[0]
     found = feed_forwards(dense)[0]
-    if found.module is not dense:
-        raise InputError(f"{type(dense).__name__} holds a feed-forward layer, {found.name}: that module is accepted")
-    if isinstance(dense, SparseFFN):
-        raise InputError(f"{type(dense).__name__} is no feed-forward layer as it was; a dense one is accepted")
-    weight = found.pattern.weight
-    if (x.dtype, x.device, x.shape[1]) != (weight.dtype, weight.device, weight.shape[1]):
-        raise InputError(
-            f"x is {x.dtype} {list(x.shape)} on {x.device}; {weight.dtype} [tokens, {weight.shape[1]}] on "
-            f"{weight.device} is accepted"
-        )
+    kind, weight = type(dense).__name__, found.pattern.weight
+    need(found.module is dense, f"{kind} holds a feed-forward layer, {found.name}", "that module")
+    need(not isinstance(dense, SparseFFN), f"{kind} is no feed-forward layer as it was", "a dense one")
+    fits = (x.dtype, x.device, x.shape[1]) == (weight.dtype, weight.device, weight.shape[1])
+    takes = f"{weight.dtype} [tokens, {weight.shape[1]}] on {weight.device}"
+    need(fits, f"x is {x.dtype} {list(x.shape)} on {x.device}", takes)
     # A copy, whose weights may lie as the sparse path reads them; the check compares the two on these inputs.
     sparse = SparseFFN(copy.deepcopy(found.module).eval(), probed=found.both)
     rivals: Rivals = {"twell": sparse}
@@ -119,15 +115,15 @@ def _beside_sparse(
         torch._dynamo.reset()
         rivals[COMPILED] = torch.compile(dense)
     parts = _parts(sparse, inputs) if x.is_cuda else None
-    rows = compare("ffn_forward", dense, rivals, inputs, label, parts=parts, seconds=seconds, every_row=False)
-    return Record.new("ffn", "one feed-forward layer, dense beside sparse", rows)
+    timed = rows.compare("ffn_forward", dense, rivals, inputs, label, parts=parts, seconds=seconds, every_row=False)
+    return Record.new("ffn", "one feed-forward layer, dense beside sparse", timed)
 
 
 def _other_kernels(sparse: SparseFFN, x: Tensor) -> Rivals:
     """Return the layer on kernels that dispatch may not pick on this GPU: the portable ones behind torch's gate GEMM;
     and, on Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
     weights = sparse.weights()
-    first, _ = first_projection(weights.gate, weights.up)
+    first, _ = rows.first_projection(weights.gate, weights.up)
     rivals: Rivals = {OTHER_KERNELS[0]: lambda x: dispatch.portable(x, *weights, sparse.tile, sparse.words)}
     takes = gate_pack.takes_sm80(torch.cuda.get_device_capability(x.device), layout(x), layout(first))
     if (sparse.tile, sparse.words) == (TILE, WORDS) and takes and dispatch.fuses(first):
@@ -166,7 +162,7 @@ def launch(kernel: str, given: dict[str, Tensor], version: int | None = None) ->
 def _tensors(sparse: SparseFFN, x: Tensor) -> dict[str, Tensor]:
     """Return what the portable kernels read of a layer and its input x."""
     gate, up, down, gate_bias, up_bias, down_bias = sparse.weights()
-    pattern = linear(x, *first_projection(gate, up, gate_bias, up_bias))
+    pattern = linear(x, *rows.first_projection(gate, up, gate_bias, up_bias))
     found = {"x": x, "gate": pattern, "up": up, "down_t": down.t(), "up_bias": up_bias, "down_bias": down_bias}
     return {"packed": run(pack, pattern, TILE, WORDS), **{name: t for name, t in found.items() if t is not None}}
 
@@ -177,17 +173,17 @@ def kernel_versions(tokens: int = 16384, nnz: float = 29, *, dtype: torch.dtype 
     Each is first compared with the newest one, which `check` has compared with float64."""
     dense, inputs, _ = Case(tokens, nnz, dtype=dtype).draw()
     sparse = SparseFFN.from_module(copy.deepcopy(dense))
-    check(dense, sparse, inputs[:1], every_row=False)
+    rows.check(dense, sparse, inputs[:1], every_row=False)
     given = [_tensors(sparse, x) for x in inputs]
     versions = [(kernel, version) for kernel, newest in NEWEST.items() for version in range(1, newest + 1)]
     calls = {f"{kernel}_v{n}": over(partial(launch, kernel, version=n), given) for kernel, n in versions}
     for kernel in ("down", "gated"):  # pack leaves words past a count unwritten: the tests compare packed tensors
         best = launch(kernel, given[0]).float()
         for version in range(1, NEWEST[kernel]):
-            if (off := float((launch(kernel, given[0], version).float() - best).norm() / best.norm())) > 0.01:
-                raise WrongResult(f"{kernel}_v{version} is off by {off:.3g} of its norm: nothing was timed")
-    shared = describe("kernel", inputs, sparse.gate.weight, "independent, lognormal") | {"nnz": nnz}
-    return table(shared, clock.time_cuda(calls), base=None)
+            off = (launch(kernel, given[0], version).float() - best).norm() / best.norm()
+            rows.hold(f"{kernel}_v{version}", float(off), 0.01)
+    shared = rows.describe("kernel", inputs, sparse.gate.weight, "independent, lognormal") | {"nnz": nnz}
+    return rows.measured(shared, calls, base=None)
 
 
 @torch.no_grad()
@@ -205,11 +201,11 @@ def gate_rows(nnz: float) -> list[dict]:
         packed = call(inputs[0])
         counts = (packed[0] if isinstance(packed, tuple) else packed)[..., 0].long()
         wanted = counts if wanted is None else wanted
-        if (off := float((counts != wanted).double().mean())) > 0.01:  # summed otherwise a value may cross zero
-            raise WrongResult(f"{name}: {off:.2%} of the counts differ from torch's GEMM and pack: nothing was timed")
+        # Summed otherwise a value may cross zero.
+        rows.hold(f"{name}: the share of counts", float((counts != wanted).double().mean()), 0.01)
     calls = {"gate GEMM (torch)": lambda x: linear(x, gate), **calls}
-    samples = clock.time_cuda({name: over(call, inputs) for name, call in calls.items()})
-    return table(describe("gate", inputs, gate, "independent, lognormal") | {"gated": True}, samples, base=None)
+    shared = rows.describe("gate", inputs, gate, "independent, lognormal") | {"gated": True}
+    return rows.measured(shared, {name: over(call, inputs) for name, call in calls.items()}, base=None)
 
 
 # ---- the workloads of the tables of layers, in inference and in training ----
@@ -248,6 +244,7 @@ class Case:
     graphs: bool = False
     autotuned: bool = False
     dtype: torch.dtype = torch.bfloat16
+    seed: int = 0
 
     @property
     def name(self) -> str:
@@ -256,8 +253,9 @@ class Case:
     def draw(self) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
         """Return (layer, inputs to time, inputs to plan on)."""
         device = clock.present_device(None)
-        layer, seen = workload(self.tokens, self.d_model, self.d_ff, self.nnz, self.kind, self.dtype, device)
-        generator = torch.Generator(device).manual_seed(1000)
+        sizes = self.tokens, self.d_model, self.d_ff
+        layer, seen = workload(*sizes, self.nnz, self.kind, self.dtype, device, seed=self.seed)
+        generator = torch.Generator(device).manual_seed(1000 + self.seed)
         inputs = [torch.randn(x.shape, generator=generator, device=device).to(self.dtype) for x in seen]
         for x, like in zip(inputs, seen):
             x[:, 0] = like[0, 0]
@@ -302,7 +300,7 @@ def inference_rows(case: Case) -> list[dict]:
         only = LayerPlan.forced(plan.layers[0], choice)
         rivals[f"forced {choice}"] = SparseFFN.from_module(copy.deepcopy(layer), plan=only)
     facts = dict.fromkeys(("planned", "planned compiled"), {"choice": str(chosen)})
-    return compare("inference", layer, rivals, inputs, case.name, facts, graphs=case.graphs)
+    return rows.compare("inference", layer, rivals, inputs, case.name, facts, graphs=case.graphs)
 
 
 # ---- the tables ----
@@ -316,11 +314,11 @@ HEAVY_CASES = [
 
 # A section is a list of steps, and each step returns rows. The most important come first: a record that runs out of
 # time leaves out the last ones.
-SECTIONS: Sections = {
+SECTIONS: rows.Sections = {
     "tokens": [partial(inference_rows, Case(tokens, graphs=True)) for tokens in COUNTS],
     "16,384 tokens": [partial(inference_rows, Case(nnz=nnz)) for nnz in (8, 60, 120, 300)],
-    "gate": [partial(gate_rows, nnz) for nnz in (29, 8, 60)],
-    "heavy rows": [partial(inference_rows, case) for case in HEAVY_CASES],
+    "gate": rows.steps(gate_rows, (29, 8, 60)),
+    "heavy rows": rows.steps(inference_rows, HEAVY_CASES),
     "versions": [kernel_versions],
     "max-autotune": [partial(inference_rows, Case(n, graphs=True, autotuned=True)) for n in (1, 64, 2048, TOKENS)],
     "decode": [

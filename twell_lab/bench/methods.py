@@ -10,13 +10,13 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import DeviceError, TwellError
+from ..core import DeviceError
 from ..layers.choice import Choice
 from ..layers.find import feed_forwards
 from ..layers.paths.twell import STEP
@@ -81,16 +81,13 @@ def drawn(share: float, sizes: Sizes, tokens: int | None = None) -> tuple[GatedF
 
 
 def swapped(layer: nn.Module, choice: Choice) -> nn.Module:
-    """Return the layer with this choice, on the same weights."""
-    other = GatedFeedForward(layer.up_proj.in_features, layer.up_proj.out_features).to_empty(device="meta")
-    other.load_state_dict(layer.state_dict(), assign=True)
-    return sparsify(nn.Sequential(other.requires_grad_(False).eval()), choice)
+    """Return a copy of the layer with this choice, whose weights may lie as the choice reads them."""
+    return sparsify(nn.Sequential(copy.deepcopy(layer).requires_grad_(False).eval()), choice)
 
 
 def check_close(name: str, y: Tensor, wanted: Tensor) -> None:
     """Raise WrongResult unless a method gave what the dense layer gives."""
-    if not (error := output_error(y, wanted)) <= OFF[wanted.dtype]:
-        raise clock.WrongResult(f"{name} is off by {error:.2g} of the dense result: nothing was timed")
+    rows.hold(name, output_error(y, wanted), OFF[wanted.dtype])
 
 
 # ---- the map ----
@@ -188,30 +185,21 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
     return rows.measured(shared, calls, sizes.seconds)
 
 
-class Proportion(NamedTuple):
-    """How far the device's time without padding is from one that is proportional to the real tokens. beside_dense: from
-    the dense layers' time for all tokens times that share, where it is furthest; negative where it is sooner. own: as
-    many tokens alone, there."""
-
-    layers: int
-    beside_dense: float
-    own: float | None
-
-
-def proportions(table: Iterable[dict]) -> list[Proportion]:
-    """Return them for each number of layers in rows of kind "padding", of one device and size."""
-    by: dict[int, dict[str, dict[float, float]]] = {}
-    for row in table:
-        if row["kind"] == "padding" and row["real"]:
-            paths = by.setdefault(row.get("layers", 1), {})
-            paths.setdefault(row["path"], {})[row["real"] / row["tokens"]] = row["ms"]
+def proportions(table: Iterable[dict]) -> list[tuple[int, float, float | None]]:
+    """Return, for each number of layers in rows of kind "padding", of one device and size, how far the device's time
+    without padding is from the dense layers' time for all tokens times the share of real ones, where it is furthest;
+    negative where it is sooner. And the same of as many tokens alone, there."""
+    padded = [row for row in table if row["kind"] == "padding" and row["real"]]
     made = []
-    for layers, paths in sorted(by.items()):
-        dense = sum(paths[rows.DENSE].values()) / len(paths[rows.DENSE])
-        rates = {share: ms / share / dense for share, ms in paths[REMOVED].items()}
-        worst = max(rates, key=lambda share: abs(rates[share] - 1))
-        alone = paths.get(ALONE, {}).get(worst)
-        made.append(Proportion(layers, rates[worst] - 1, None if alone is None else alone / worst / dense - 1))
+    for layers in sorted({row.get("layers", 1) for row in padded}):
+        paths: dict[str, dict[float, float]] = {rows.DENSE: {}, REMOVED: {}, ALONE: {}}
+        for row in padded:
+            if row.get("layers", 1) == layers:
+                paths[row["path"]][row["real"] / row["tokens"]] = row["ms"]
+        dense = fmean(paths[rows.DENSE].values())
+        off = {path: {share: ms / share / dense - 1 for share, ms in own.items()} for path, own in paths.items()}
+        worst = max(off[REMOVED], key=lambda share: abs(off[REMOVED][share]))
+        made.append((layers, off[REMOVED][worst], off[ALONE].get(worst)))
     return made
 
 
@@ -280,63 +268,59 @@ TWO_FOUR, EXPANDED = "part: x Wg^T in INT8, Wg 2:4 (cuSPARSELt)", "part: x Wg^T,
 @torch.no_grad()
 def few_bits_rows(tokens: int, sizes: Sizes = Sizes()) -> list[dict]:
     """Return rows of kind "few bits": of a layer of which about NNZ neurons fire, on each of PATHS, with the `error` of
-    its output against float64, as a share of its norm; and of the gate's product as in `_parts`. The dense row has
-    `left_out`, {path: why}. WrongResult for an output that is further off than MOST_OFF says, and where ways to compute
-    one product differ."""
-    device = torch.device(sizes.device)
-    layer, xs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", sizes.dtype, device)
-    left_out: dict[str, str] = {}
-    facts: dict[str, dict] = {rows.DENSE: {"left_out": left_out}}
-    calls: rows.Calls = {rows.DENSE: rows.over(layer, xs)}
+    its output against float64, as a share of its norm; and of the gate's product as in `products_of`. The dense row has
+    `left_out`, {path: why}: what does not run here, and what is further off than MOST_OFF says."""
+    how = sizes.dtype, torch.device(sizes.device)
+    layer, xs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", *how)
     exact = copy.deepcopy(layer).double()(xs[0].double())
-    for name in PATHS:
-        try:
-            if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-                raise DeviceError("FP8 products need compute capability 8.9")
-            call = swapped(layer, Choice(name))
-            y = call(xs[0])
-        except TwellError as refused:
-            left_out[name] = str(refused)
-            continue
+
+    def entry(name: str) -> rows.Entry:
+        call = swapped(layer, Choice(name))
+        y = call(xs[0])
         error = output_error(y, exact)
         off = off_on_rounded(layer, xs[0], y, *ROUNDED[name]) if name in ROUNDED else {"y": error}
         for what, by in off.items():
-            if not by <= MOST_OFF[name]:
-                raise clock.WrongResult(f"{what} of {name} is off by {by:.4%} of its norm: nothing was timed")
-        path = f"forced {name}{' (lossy)' * (name in LOSSY)}"
-        calls[path], facts[path] = rows.over(call, xs), {"error": error}
-    parts = {name: rows.over(call, xs) for name, call in _parts(layer.gate_proj.weight, xs[0], left_out).items()}
+            rows.hold(f"{what} of {name}", by, MOST_OFF[name])
+        return rows.over(call, xs), {"error": error}
+
+    left_out: dict[str, str] = {}
+    ways = {f"forced {name}{' (lossy)' * (name in LOSSY)}": functools.partial(entry, name) for name in PATHS}
+    calls, facts = rows.admit(ways, left_out)
+    parts, _ = rows.admit(products_of(layer.gate_proj.weight, xs), left_out)
     shared = rows.of_layer("few bits", xs[0], sizes.d_ff, f"drawn gated layer, {tokens:,} tokens")
+    calls, facts[rows.DENSE] = {rows.DENSE: rows.over(layer, xs), **calls}, {"left_out": left_out}
     return rows.measured(shared, calls, sizes.seconds, facts, tokens=tokens, parts=parts)
 
 
-def _parts(weight: Tensor, x: Tensor, left_out: dict[str, str]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the gate's product in each way, by name, x being rounded and what is packed expanded in the call; what
-    does not run goes to left_out. WrongResult where a result is not that of the same values multiplied otherwise."""
+def products_of(weight: Tensor, xs: list[Tensor]) -> dict[str, Callable[[], rows.Entry]]:
+    """Return ways to compute the gate's product, by name, x being rounded and what is packed expanded in the call. Each
+    compares its result with the same values multiplied otherwise."""
     gate, pruned = quantise(weight), torch.where(two_four_mask(weight), weight, 0)
     short, bitmap = quantise(pruned), Bitmap.of(pruned)
-    apart = functools.partial(int8_linear, rows=gate, apart=True)
-    dense = functools.partial(F.linear, weight=weight)
-    parts = {PLAIN: dense, APART: apart, EXPANDED: lambda x: F.linear(x, bitmap.dense())}
-    wanted = {EXPANDED: F.linear(x, pruned)}
-    if has_kernel(x.to(torch.int8), int8.Weight(*gate), x.dtype):
-        parts[WITHIN], wanted[WITHIN] = functools.partial(int8_linear, rows=gate), apart(x)
-    else:
-        left_out[WITHIN] = "the kernel needs a GPU of compute capability 8.0 and 16 bits"
-    try:
-        two_four = functools.partial(two_four_int8, rows=short, packed=packed_two_four(short))
-        two_four(x)
-        parts[TWO_FOUR], wanted[TWO_FOUR] = two_four, int8_linear(x, short, apart=True)
-    except torch.OutOfMemoryError:
-        raise
-    except (TwellError, RuntimeError) as refused:
-        left_out[TWO_FOUR] = str(refused).splitlines()[0][:200]
-    for name, right in wanted.items():
-        if not torch.allclose(parts[name](x).float(), right.float(), rtol=torch.finfo(x.dtype).eps):
-            raise clock.WrongResult(
-                f"{name.removeprefix('part: ')} differs from the same values multiplied otherwise: nothing was timed"
-            )
-    return parts
+    apart = functools.partial(int8_linear, apart=True)
+
+    def within() -> Callable[[Tensor], Tensor]:
+        if not has_kernel(xs[0].to(torch.int8), int8.Weight(*gate), weight.dtype):
+            raise DeviceError("the kernel needs a GPU of compute capability 8.0 and 16 bits")
+        return functools.partial(int8_linear, rows=gate)
+
+    def way(call: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]) -> rows.Entry:
+        y, wanted = call(xs[0]).float(), right(xs[0]).float()
+        if not torch.allclose(y, wanted, rtol=torch.finfo(weight.dtype).eps):
+            raise clock.WrongResult("it differs from the same values multiplied otherwise: it was not timed")
+        return rows.over(call, xs), {}
+
+    dense, scaled_apart = (functools.partial(F.linear, weight=weight), functools.partial(apart, rows=gate))
+    return {
+        PLAIN: lambda: way(dense, dense),
+        APART: lambda: way(scaled_apart, scaled_apart),
+        EXPANDED: lambda: way(lambda x: F.linear(x, bitmap.dense()), lambda x: F.linear(x, pruned)),
+        WITHIN: lambda: way(within(), scaled_apart),
+        TWO_FOUR: lambda: way(
+            functools.partial(two_four_int8, rows=short, packed=packed_two_four(short)),
+            functools.partial(apart, rows=short),
+        ),
+    }
 
 
 def off_on_rounded(
@@ -363,10 +347,10 @@ def off_on_rounded(
 
 def sections(left_out: dict | None = None, sizes: Sizes | None = None) -> rows.Sections:
     """Return the steps of the record of all comparisons, those of products first."""
-    step, sizes = functools.partial, sizes or sizes_for("cuda")
+    sizes = sizes or sizes_for("cuda")
     return comparison.sections() | {
-        "padding": [step(padding_rows, share, layers, sizes) for layers in LAYERS for share in REAL],
-        "experts": [step(experts_rows, experts, sizes) for experts in COUNTS],
-        "map": [step(map_rows, share, sizes) for share in SHARES],
-        "few bits": [step(few_bits_rows, tokens) for tokens in TOKENS],
+        "padding": [functools.partial(padding_rows, share, layers, sizes) for layers in LAYERS for share in REAL],
+        "experts": rows.steps(experts_rows, COUNTS, [sizes]),
+        "map": rows.steps(map_rows, SHARES, [sizes]),
+        "few bits": rows.steps(few_bits_rows, TOKENS),
     }

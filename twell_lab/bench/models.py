@@ -22,7 +22,6 @@ from tqdm import tqdm
 from ..analysis import costs, planner
 from ..analysis.plan import Plan
 from ..analysis.profile import FiringProfile, captured, profile
-from ..core import InputError
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import is_threshold
 from ..layers.choice import LOSSY, Choice, LayerPlan
@@ -31,12 +30,12 @@ from ..layers.paths import PATHS
 from ..layers.probe import raise_all
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
-from ..models.tiny import ModelConfig
+from ..models.tiny import ModelConfig, check_whole
 from ..ops import clock as timing
 from ..records import Record
 from . import drawn, rows, training, workloads
 from .causal import Causal
-from .rows import COMPILED, DENSE, Calls
+from .rows import COMPILED, DENSE, Entry, need
 from .workloads import Clocks, Tokens, Workload, compared_part, layer_errors
 
 PLANNED, FOR_GRAPHS = "planned", "planned for graphs"
@@ -171,11 +170,11 @@ class Bench:
             about, vocabulary, context = about or type(subject).__name__, dense.vocabulary, dense.context
         length = min(context, LONGEST)
         counts = [length] if asked.tokens is None else _counts("tokens", asked.tokens)
-        if wrong := [count for count in counts if count > length and count % length]:
-            raise InputError(f"tokens has {wrong[0]}; up to {length} are accepted, or a multiple of it, as sequences")
+        for count in counts:
+            fits = count <= length or count % length == 0
+            need(fits, f"tokens has {count}", f"up to {length}, or a multiple of it, as sequences")
         (self.cached,) = _counts("cached", min(CACHED, length) if asked.cached is None else asked.cached, 2, length)
-        if not counts + steps:
-            raise InputError("tokens and batches are both empty; at least one number is accepted")
+        need(counts + steps, "tokens and batches are both empty", "at least one number")
         self.length = min(length, max([*counts, *([self.cached] if steps else [])]))
         _check_text(asked.text, vocabulary, max([*counts, *(batch * self.cached for batch in steps)]), self.length)
         on_gpu, plan = place.type == "cuda", asked.plan
@@ -184,13 +183,18 @@ class Bench:
         if asked.graphs and not on_gpu:
             self.left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
         self.compiled, self.about = asked.compiled, about
-        self.planners = () if plan is not None else (PLANNED, FOR_GRAPHS)[: 1 + (asked.graphs and on_gpu)]
-        by_name = isinstance(plan, str) and plan in PATHS.names()
-        self.given: dict[str, Plan | Choice | str | os.PathLike] = {}  # what further models do, by what rows call them
-        if plan is not None and not by_name:
-            self.given[f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED] = plan
-        for path in [plan] * by_name + forced:
-            self.given[f"{FORCED}{path if PATHS[path].splits else Choice(path)}"] = path
+        self.plans: dict[str, Callable[[], Any]] = {}  # what further models do, by what rows call them
+        if plan is None:
+            for name in (PLANNED, FOR_GRAPHS)[: 1 + (asked.graphs and on_gpu)]:
+                self.plans[name] = functools.partial(self.planned, name)
+        elif isinstance(plan, str) and plan in PATHS.names():
+            forced = [plan, *forced]
+        else:
+            self.plans[f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED] = lambda: plan
+        for path in forced:
+            splits = PATHS[path].splits
+            how_to = functools.partial(self._split if splits else Choice, path)
+            self.plans[f"{FORCED}{path if splits else Choice(path)}"] = how_to
         self.fewest = min((n for n in (*counts, self.length) if n > 1), default=1)
         self.classes = sorted({*counts, *steps})
         torch.manual_seed(0)
@@ -218,14 +222,12 @@ class Bench:
 
     def ready(self, tokens: int) -> list[str]:
         """Return what rows call the sparse models that take so many tokens; what is not there yet is made."""
-        planners = [name for name in self.planners if tokens <= rows.LARGE or name != FOR_GRAPHS]
-        for name in (*planners, *self.given):
+        names = [name for name in self.plans if tokens <= rows.LARGE or name != FOR_GRAPHS]
+        for name in names:
             if name not in self.sparse:
-                plan = self.planned(name) if name in planners else self.given[name]
-                if isinstance(plan, str) and plan in PATHS.names() and PATHS[plan].splits:
-                    plan = self._split(plan)
-                self.sparse[name] = Causal(sparsify(copy.deepcopy(self.dense.model).requires_grad_(False), plan))
-        return [*planners, *self.given]
+                model = copy.deepcopy(self.dense.model).requires_grad_(False)
+                self.sparse[name] = Causal(sparsify(model, self.plans[name]()))
+        return names
 
     def planned(self, name: str) -> Plan:
         """Plan the layers for all numbers of tokens that there will be."""
@@ -241,8 +243,8 @@ class Bench:
         for layer in self.firing.layers:
             args = costs.Firing.of(layer), rates, self.classes[-1], weight.itemsize
             choices = [Choice(path, hot) for hot in PATHS[path].sizes(layer.d_ff)]
-            if not choices:
-                raise InputError(f"{layer.name!r} has {layer.d_ff} neurons, too few for the path {path!r} to split")
+            what = f"{layer.name!r} has {layer.d_ff} neurons, too few for the path {path!r} to split"
+            need(choices, what, "another path")
             best = min(choices, key=lambda choice: costs.predict(choice, *args)["total"])
             layers.append(LayerPlan.forced(layer, best))
         return Plan(layers, rates.device, rates.dtype, dict(vars(rates)))
@@ -293,10 +295,14 @@ class Bench:
 
     @torch.no_grad()
     def measure(self, work: Workload, paths: Iterable[str], clocks: Clocks) -> list[dict]:
-        """Return a row for each path of a workload, and each way in which it was timed. Raises timing.WrongResult,
-        before anything is timed, where a result is wrong."""
-        calls: Calls = {path: work.makes(self.model_of(path), "compiled" in path) for path in paths}
-        facts = self._facts(work, calls)
+        """Return a row for each path of a workload, DENSE first, and each way in which it was timed. Raises
+        timing.WrongResult, before anything is timed, where a result is wrong; what cannot be compiled is left out."""
+        results: dict[str, Tensor] = {}
+        ways = {path: functools.partial(self._entry, work, path, results) for path in paths}
+        if any("compiled" in path for path in ways):
+            torch._dynamo.reset()  # which compiles a function for eight models at most
+        must = [path for path in ways if "compiled" not in path]
+        calls, facts = rows.admit(ways, self.left_out, f"{work.label}, ", must)
         shared = self.shared(work.kind, work.tokens, work.label) | {"head": work.head, **work.says}
         return clocks.measure(calls, shared, facts, work.label, self.left_out)
 
@@ -317,39 +323,31 @@ class Bench:
             parameters=sum(weight.numel() for weight in self.dense.model.parameters()),
         )
 
-    def _facts(self, work: Workload, calls: Calls) -> dict[str, dict]:
-        """Return what the rows of each path say of its weights, of what each layer does, of its error and loss. The
-        results of all calls are compared with float32; what cannot be compiled is taken out of `calls`. Raises
-        timing.WrongResult where a path that is not lossy exceeds what is allowed, and where one that is gives what is
-        no number."""
-        right, facts, results = work.right, {}, {}
+    def _entry(self, work: Workload, path: str, results: dict[str, Tensor]) -> Entry:
+        """Return the call of a path, and what its rows say of its weights, of what each layer does, of its error and
+        loss. The result is compared with float32, and put into `results`, which has the dense model's."""
+        call, right = work.makes(self.model_of(path), "compiled" in path), work.right
         assert right is not None
-        for name, result in workloads.first_results(calls, work.label, self.left_out):
-            results[name] = compared_part(result)
-            facts[name] = self._of_path(name, work.tokens)
-            if work.read is not None:
-                facts[name]["loss"] = round(workloads.next_token_loss(result, work.read), 6)
+        whole, said = call(0), self._of_path(path, work.tokens)
+        result = results[path] = compared_part(whole)
+        if work.read is not None:
+            said["loss"] = round(workloads.next_token_loss(whole, work.read), 6)
+        off = (result - right).norm()
+        said["error"] = round(float(off / right.norm()), 9)
+        if path == DENSE:
+            return call, said
         slack = workloads.CUT_SLACK if self.cut else workloads.SLACK
         allowed = workloads.MARGIN * (results[DENSE] - right).norm() + slack * right.norm()
-        for name, result in results.items():
-            off, said = (result - right).norm(), facts[name]
-            said["error"] = round(float(off / right.norm()), 9)
-            if name == DENSE:
-                continue
-            ratio, lossy = float(off / allowed), LOSSY in name or LOSSY in said.get("choice", "")
-            if name in self.sparse and (self.cut or name.startswith(FORCED)):
-                errors = layer_errors(self.layers, self.sparse[name].model, self.inputs, work.tokens)
-                if self.cut and not lossy:
-                    said["layer_over_allowed"] = workloads.check_cut(errors, f"{work.label}: {name}")
-                elif errors:
-                    said["layer_error"] = round(fmean(error for error, _ in errors), 9)
-            if not ratio <= (sys.float_info.max if lossy else 1.0):
-                raise timing.WrongResult(
-                    f"{work.label}: {name}: the {'logits' if work.head else 'results'} are off by {ratio:.3g} times "
-                    "what is allowed: nothing was timed"
-                )
-            said["error_over_allowed"] = round(ratio, 4)
-        return facts
+        lossy = LOSSY in path or LOSSY in said.get("choice", "")
+        if path in self.sparse and (self.cut or path.startswith(FORCED)):
+            errors = layer_errors(self.layers, self.sparse[path].model, self.inputs, work.tokens)
+            if self.cut and not lossy:
+                said["layer_over_allowed"] = workloads.check_cut(errors, f"{work.label}: {path}")
+            elif errors:
+                said["layer_error"] = round(fmean(error for error, _ in errors), 9)
+        what = f"{work.label}: {path}: the {'logits' if work.head else 'results'}"
+        said["error_over_allowed"] = rows.hold(what, float(off / allowed), sys.float_info.max if lossy else 1.0)
+        return call, said
 
     def _of_path(self, path: str, tokens: int) -> dict:
         """Return what the rows of a path say of its weights, and of what each layer does with so many tokens."""
@@ -377,14 +375,12 @@ class Bench:
             dense = copy.deepcopy(self.dense.model).train().requires_grad_(True)
             twin = sparsify(copy.deepcopy(dense), "twell")
             choice = training.switch_layers(twin, Causal(twin).reader(), ids[0])
-            calls: Calls = {}
-            for how in (False, True) if self.compiled else (False,):
-                for name, model in {COMPILED if how else DENSE: dense, PLANNED + COMPILED_TOO * how: twin}.items():
-                    calls[name] = training.whole_step(model, Causal(model).reader(compiled=how), ids)
-            losses = {name: float(loss) for name, loss in workloads.first_results(calls, "training", self.left_out)}
-            facts = training.checked_losses(losses)
-            for name in losses.keys() - {DENSE, COMPILED}:
-                facts[name]["choice"] = choice
+            named = {DENSE: (dense, False), PLANNED: (twin, False)}
+            if self.compiled:
+                named |= {COMPILED: (dense, True), PLANNED + COMPILED_TOO: (twin, True)}
+                torch._dynamo.reset()
+            ways = {path: (model, Causal(model).reader(compiled=how)) for path, (model, how) in named.items()}
+            calls, facts = training.whole_steps(ways, ids, choice, self.left_out)
             label = f"training step, {len(ids[0])} x {length:,} tokens"
             shared = self.shared("model_training", ids[0].numel(), label) | {"head": True}
             return self.clocks.measure(calls, shared, facts, "training", self.left_out, captured=False)
@@ -408,11 +404,10 @@ class Bench:
 def _drawing(sizes: ModelConfig, place: torch.device, dtype, firing, copies: int) -> Callable[[], Causal]:
     """Return what draws a model, of which there will be so many copies."""
     dtype = dtype or timing.dtype_for(place)
-    if dtype not in VALUE_DTYPES:
-        raise InputError(f"dtype is {dtype!r:.80}; bfloat16, float16 and float32 are accepted")
+    need(dtype in VALUE_DTYPES, f"dtype is {dtype!r:.80}", "bfloat16, float16 and float32")
     firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
-    if not isinstance(firing, FiringProfile | None):
-        raise InputError(f"firing is a {type(firing).__name__}; a FiringProfile or a file's name is accepted")
+    kind = type(firing).__name__
+    need(isinstance(firing, FiringProfile | None), f"firing is a {kind}", "a FiringProfile or a file's name")
     if place.type == "cpu":  # a GPU says what does not fit
         drawn.check_room(sizes, dtype, copies)
     return lambda: Causal(drawn.fired(sizes, place, dtype, firing))
@@ -420,49 +415,38 @@ def _drawing(sizes: ModelConfig, place: torch.device, dtype, firing, copies: int
 
 def _checked(model, asked: SimpleNamespace) -> Causal:
     """Return the model, if it can be measured as it is. InputError otherwise."""
-    if isinstance(model, (str, os.PathLike)):
-        name = os.fspath(model)
-        raise InputError(
-            f"{name!r:.200} is a name; accepted: a model, such as tl.load({name!r:.200}), or one of the sizes "
-            f"{', '.join(drawn.NAMES)}"
-        )
+    named = f"a model, such as tl.load({model!r:.200}), or one of the sizes {', '.join(drawn.NAMES)}"
+    need(not isinstance(model, (str, os.PathLike)), f"{model!r:.200} is a name", named)
     check_model(model)
     for name in ("firing", "device", "dtype"):
-        if getattr(asked, name) is not None:
-            raise InputError(f"{name} is given, and the model has its own; accepted: a size, such as '2B', or None")
+        need(getattr(asked, name) is None, f"{name} is given, and the model has its own", "a size, as '2B', or None")
     kind = type(model).__name__
-    if swapped := sum(isinstance(module, SparseFFN) for module in model.modules()):
-        raise InputError(
-            f"{swapped} feed-forward layers of {kind} are swapped already, and it is to be compared with a dense "
-            "model; accepted: tl.densify(model), with plan=... for what the layers did"
-        )
+    swapped = sum(isinstance(module, SparseFFN) for module in model.modules())
+    what = f"{swapped} feed-forward layers of {kind} are swapped already, and it is to be compared with a dense model"
+    need(not swapped, what, "tl.densify(model), with plan=... for what the layers did")
     kinds = {(weight.dtype, weight.device) for weight in model.parameters()}
-    if len({place for _, place in kinds}) != 1 or any(
-        of not in VALUE_DTYPES or place.type == "meta" for of, place in kinds
-    ):
-        names = ", ".join(sorted(f"{of} on {place}" for of, place in kinds)) or "no kind"
-        raise InputError(f"{kind} has parameters of {names}; accepted: {VALUE_DTYPES}, all on one device")
+    names = ", ".join(sorted(f"{of} on {place}" for of, place in kinds)) or "no kind"
+    fits = all(of in VALUE_DTYPES and place.type != "meta" for of, place in kinds)
+    one = fits and len({place for _, place in kinds}) == 1
+    need(one, f"{kind} has parameters of {names}", f"{VALUE_DTYPES}, all on one device")
     causal = Causal(model)
     feed_forwards(model)
     raise_all([f"{name}: {reason}" for name, reason in survey(model)[1].items()])
-    if any(module.training for module in model.modules()):
-        raise InputError(f"{kind} is in training mode; accepted: model.eval()")
+    need(not any(module.training for module in model.modules()), f"{kind} is in training mode", "model.eval()")
     return causal
 
 
 def _paths(names) -> list[str]:
     listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
     for name in listed:
-        if name not in PATHS.names():
-            raise InputError(f"paths has {name!r:.80}; accepted: {', '.join(map(repr, PATHS.names()))}")
+        need(name in PATHS.names(), f"paths has {name!r:.80}", ", ".join(map(repr, PATHS.names())))
     return list(dict.fromkeys(listed))
 
 
 def _counts(name: str, values, least: int = 1, most: int = 2**31 - 1) -> list[int]:
     listed = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [values]
     for value in listed:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise InputError(f"{name} has {value!r:.80}; whole numbers from {least} to {most} are accepted")
+        check_whole(name, value, least, most)
     return list(dict.fromkeys(listed))
 
 
@@ -470,15 +454,12 @@ def _check_text(text, vocabulary: int, most: int, length: int) -> None:
     """Raise InputError for a text that is none, or too short for the largest workload."""
     if text is None:
         return
-    if not isinstance(text, Tensor) or text.dim() != 1 or text.is_meta or text.dtype not in _WHOLE:
-        what = f"{text.dtype} {list(text.shape)}" if isinstance(text, Tensor) else type(text).__name__
-        raise InputError(f"text is {what}; accepted: token ids as a tensor [length] of whole numbers")
-    if len(text) < (needed := max(2 * most, 4 * length)):
-        raise InputError(
-            f"text has {len(text):,} tokens, fewer than one batch needs: the largest workload takes {most:,}, and "
-            f"as many others are profiled; accepted: {needed:,} or more, or smaller tokens and batches"
-        )
-    least, most = int(text.min()), int(text.max())
-    if least < 0 or most >= vocabulary:
-        wrong = least if least < 0 else most
-        raise InputError(f"text has the token {wrong}; accepted: token numbers from 0 to {vocabulary - 1}")
+    what = f"{text.dtype} {list(text.shape)}" if isinstance(text, Tensor) else type(text).__name__
+    ids = isinstance(text, Tensor) and text.dim() == 1 and not text.is_meta and text.dtype in _WHOLE
+    need(ids, f"text is {what}", "token ids as a tensor [length] of whole numbers")
+    needed = max(2 * most, 4 * length)
+    takes = f"the largest workload takes {most:,}, and as many others are profiled"
+    what = f"text has {len(text):,} tokens, fewer than one batch needs: {takes}"
+    need(len(text) >= needed, what, f"{needed:,} or more, or smaller tokens and batches")
+    wrong = [token for token in (int(text.min()), int(text.max())) if not 0 <= token < vocabulary]
+    need(not wrong, f"text has the token {[*wrong, ''][0]}", f"token numbers from 0 to {vocabulary - 1}")

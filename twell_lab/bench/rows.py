@@ -1,5 +1,6 @@
-"""The runner of all benchmarks: it checks results before any clock starts, times calls in turn, and makes rows of
-records of the samples (see twell_lab.records).
+"""The runner of all benchmarks. `steps` lists the steps of a record along its axes. `admit` makes the calls that a step
+compares, each of which is checked before any clock starts. `measured` times them in turn, and makes rows of records of
+the samples (see twell_lab.records).
 
 A row's `ms` is the device's time. `wall_ms` is the time of a plain call as a program sees it: the wall time of a burst
 of calls that is waited for at its end, divided by the calls. `host_us` is the part of it until the last call returned.
@@ -8,8 +9,9 @@ of calls that is waited for at its end, divided by the calls. `host_us` is the p
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,13 +26,17 @@ from ..ops import clock as clocks
 
 DENSE, COMPILED = "dense eager", "dense compiled"  # the paths that every other path is compared with
 BURSTS = 5  # samples of the wall time of a call
+PART_ROUNDS = 10  # samples of a part of a layer, or of a conversion
 BURST_MS = 5.0  # about how long the calls of a burst take, if one call is not longer
 LARGE = 2**14  # for more tokens only one input is captured: the graphs of several would not fit into the memory
 # Calls of a burst at most. The driver's queue holds about a thousand launches, and the host waits once it is full.
 MOST = 50
 
-Calls = dict[str, Callable[[int], object]]  # each takes the number of its turn
-Sections = dict[str, list[Callable[[], list[dict]]]]  # of a record: steps, each of which returns rows
+Call = Callable[[int], object]  # takes the number of its turn
+Calls = dict[str, Call]
+Entry = tuple[Call, dict]  # a call that was checked, and what its rows say
+Step = Callable[[], list[dict]]
+Sections = dict[str, list[Step]]  # of a record: steps, each of which returns rows
 Samples = dict[str, list[float]]  # milliseconds of the device, by the name of the call
 Bursts = dict[str, tuple[list[float], list[float]]]  # milliseconds a call, of the host and on the wall
 
@@ -62,28 +68,6 @@ def describe(kind: str, inputs: list[Tensor], first: Tensor, label: str, bias: T
     return of_layer(kind, inputs[0], len(first), label) | {"nnz": round(float(sum(fired) / len(fired)), 2)}
 
 
-def row(
-    shared: dict,
-    path: str,
-    samples: list[float],
-    dense_ms: float | None = None,
-    compiled_ms: float | None = None,
-    **facts,
-) -> dict:
-    """Return one row: the median and spread of the samples, in milliseconds, and how many times as fast that is as the
-    dense layer and as the compiled one, where their medians are given. facts: what else the row says."""
-    ms, spread = clocks.quartiles(samples)
-    taken = {"path": path, "ms": ms, "spread": spread, "dense_ms": dense_ms}
-    taken["x_dense"] = None if dense_ms is None else dense_ms / ms
-    if compiled_ms is not None:
-        taken["x_compiled"] = compiled_ms / ms
-    return {**shared, **taken, **facts, "samples": _short(samples)}
-
-
-def _short(samples: list[float]) -> list[float]:
-    return [round(sample, 6) for sample in samples]
-
-
 def table(
     shared: dict,
     samples: Samples,
@@ -91,8 +75,9 @@ def table(
     bursts: Bursts | None = None,
     base: str | None = DENSE,
 ) -> list[dict]:
-    """Return a row for each path. A path that was run in another way, as "twell (graph)", is compared with the dense
-    layer that was run in the same way; a part of a layer ("part: pack") with nothing.
+    """Return a row for each path: the median and spread of its samples, in milliseconds, and how many times as fast
+    that is as the dense layer and as the compiled one. A path that was run in another way, as "twell (graph)", is
+    compared with the dense layer that was run in the same way; a part of a layer ("part: pack") with nothing.
 
     shared: what all rows say. facts: what else the rows of a path say, in whatever way it was run. bursts: times of
     plain calls, for the paths that have them, whose rows get `wall_ms`, `wall_spread`, `wall_samples`, `dense_wall_ms`
@@ -100,24 +85,37 @@ def table(
     medians, lines = {path: clocks.quartiles(values)[0] for path, values in samples.items()}, []
     for path, values in samples.items():
         name = path.partition(" (graph")[0].partition(" (cold")[0]
-        how = path[len(name) :]
-        beside = None if base is None or path.startswith("part: ") else base + how
-        compiled = medians.get(COMPILED) if beside == base else None
-        said = dict((facts or {}).get(name, {}))
+        beside = None if base is None or path.startswith("part: ") else base + path[len(name) :]
+        dense = medians[beside] if beside else None
+        ms, spread = clocks.quartiles(values)
+        line = {**shared, "path": path, "ms": ms, "spread": spread, "dense_ms": dense}
+        line["x_dense"] = None if dense is None else dense / ms
+        if beside == base and COMPILED in medians:
+            line["x_compiled"] = medians[COMPILED] / ms
+        line |= (facts or {}).get(name, {})
         if bursts and path in bursts:
             host, wall = bursts[path]
-            said["wall_ms"], said["wall_spread"] = clocks.quartiles(wall)
+            line["wall_ms"], line["wall_spread"] = clocks.quartiles(wall)
             if beside:
-                said["dense_wall_ms"] = clocks.quartiles(bursts[beside][1])[0]
-            said |= {"host_us": 1e3 * clocks.quartiles(host)[0], "wall_samples": _short(wall)}
-        lines.append(row(shared, path, values, medians[beside] if beside else None, compiled, **said))
+                line["dense_wall_ms"] = clocks.quartiles(bursts[beside][1])[0]
+            line |= {"host_us": 1e3 * clocks.quartiles(host)[0], "wall_samples": _short(wall)}
+        lines.append(line | {"samples": _short(values)})
     return lines
+
+
+def _short(samples: list[float]) -> list[float]:
+    return [round(sample, 6) for sample in samples]
 
 
 # ---- the clocks ----
 
 
-def over(call: Callable[[Any], object], inputs: Sequence) -> Callable[[int], object]:
+def steps(function: Callable[..., list[dict]], *axes: Iterable) -> list[Step]:
+    """Return a step of a record for each combination of the values of these axes, the last of which changes first."""
+    return [functools.partial(function, *values) for values in itertools.product(*axes)]
+
+
+def over(call: Callable[[Any], object], inputs: Sequence) -> Call:
     """Return the call as the clocks take it: the inputs in turn."""
     return lambda turn: call(inputs[turn % len(inputs)])
 
@@ -139,9 +137,9 @@ def clocked(
 
     A CPU has one clock: there for about so many seconds, thirty times at most and five at least, or twice where a turn
     takes longer than that. tokens: what a call computes; by default too many for graphs. parts: calls that are timed
-    beside these, but never as graphs, nor in bursts. graphs: replay graphs for many tokens too. compiled: of compiled
-    calls too. rounds: samples of each call on the device, and bursts; by default what the clocks take, and BURSTS.
-    most: calls of a burst at most."""
+    after these, on a GPU PART_ROUNDS times, and never as graphs, nor in bursts. graphs: replay graphs for many tokens
+    too. compiled: of compiled calls too. rounds: samples of each call on the device, and bursts; by default what the
+    clocks take, and BURSTS. most: calls of a burst at most."""
     if device.type == "cpu":
         return _clock_cpu(calls | (parts or {}), seconds)
     samples, bursts = _clock_gpu(calls, parts or {}, rounds, most)
@@ -156,11 +154,10 @@ def clocked(
 
 
 def _clock_gpu(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[Samples, Bursts]:
-    both = {**calls, **parts}
-    samples = clocks.time_cuda(both) if rounds is None else clocks.time_cuda(both, rounds=rounds)
-    longest = max(clocks.quartiles(samples[name])[0] for name in calls)
-    count = min(most, max(1, round(BURST_MS / longest)))
-    return samples, clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
+    samples = clocks.time_cuda(calls) if rounds is None else clocks.time_cuda(calls, rounds=rounds)
+    count = min(most, max(1, round(BURST_MS / max(clocks.quartiles(taken)[0] for taken in samples.values()))))
+    bursts = clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
+    return samples | (clocks.time_cuda(parts, rounds=PART_ROUNDS, warm=1) if parts else {}), bursts
 
 
 def _clock_cpu(calls: Calls, seconds: float) -> tuple[Samples, Bursts]:
@@ -177,32 +174,38 @@ def _clock_cpu(calls: Calls, seconds: float) -> tuple[Samples, Bursts]:
 def measured(
     shared: dict, calls: Calls, seconds: float = 2.0, facts: dict[str, dict] | None = None, base=DENSE, **how
 ) -> list[dict]:
-    """Return the rows of `table` of these calls, timed as `clocked` does on the device that `shared` names."""
-    samples, bursts = clocked(calls, torch.device("cpu" if shared["device"] == "CPU" else "cuda"), seconds, **how)
-    return table(shared, samples, facts, bursts, base)
+    """Return the rows of `table` of these calls, timed as `clocked` does on the device that `shared` names; on a GPU
+    with the peak memory of a plain call."""
+    on_gpu = shared["device"] != "CPU"
+    samples, bursts = clocked(calls, torch.device("cuda" if on_gpu else "cpu"), seconds, **how)
+    made = table(shared, samples, facts, bursts, base)
+    for row in made if on_gpu else ():
+        if (call := calls.get(row["path"])) is not None:
+            row["peak_bytes"] = clocks.peak_bytes(call)
+    return made
 
 
 def timed(shared: dict, calls: Calls, facts: dict[str, dict], *, seconds: float = 2.0, **how) -> list[dict]:
-    """Return the rows of `table` of these calls. On a GPU they are those of `measured`, with the peak memory of a call;
-    on a CPU, for about so many `seconds`, times of warm calls and of calls that find nothing in the caches
-    ("NAME (cold)"). how: as for `clocked`."""
+    """Return the rows of `measured` for so many tokens as `shared` says; on a CPU, for about so many `seconds`, times
+    of warm calls and of calls that find nothing in the caches ("NAME (cold)")."""
     if shared["device"] != "CPU":
-        made = measured(shared, calls, seconds, facts, tokens=shared["tokens"], **how)
-        peaks = {path: {"peak_bytes": clocks.peak_bytes(call)} for path, call in calls.items()}
-        return [row | peaks.get(row["path"], {}) for row in made]
+        return measured(shared, calls, seconds, facts, tokens=shared["tokens"], **how)
     samples = clocks.time_cpu(calls, seconds / 2)
     samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
-    return [
-        row | {"wall_ms": row["ms"], "dense_wall_ms": row["dense_ms"], "host_us": 1e3 * row["ms"]}
-        for row in table(shared, samples, facts)  # a CPU has one clock
-    ]
+    return table(shared, samples, facts, {path: (ms, ms) for path, ms in samples.items()})  # a CPU has one clock
+
+
+def need(holds: object, what: str, accepted: str) -> None:
+    """Raise InputError, of what it is and what is accepted, unless something holds."""
+    if not holds:
+        raise InputError(f"{what}; accepted: {accepted}")
 
 
 def check_seconds(seconds: float | None) -> None:
     """Raise InputError for what is no time to measure for."""
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if seconds is not None and not (number and 0 <= seconds < 2**31):
-        raise InputError(f"seconds is {seconds!r:.80}; a finite number from 0 up is accepted")
+    fits = seconds is None or number and 0 <= seconds < 2**31
+    need(fits, f"seconds is {seconds!r:.80}", "a finite number from 0 up")
 
 
 def drain() -> None:
@@ -212,6 +215,35 @@ def drain() -> None:
 
 
 # ---- checking ----
+
+
+def hold(what: str, error: float, allowed: float = 1.0) -> float:
+    """Return how far off a result is, rounded. WrongResult where that is more than is allowed, or no number."""
+    if not error <= allowed:
+        raise clocks.WrongResult(f"{what}: off by {error:.4g}, where {allowed:.4g} is allowed: nothing was timed")
+    return round(error, 4)
+
+
+def admit(
+    ways: dict[str, Callable[[], Entry]], left_out: dict[str, str], label: str = "", must: Container[str] = ()
+) -> tuple[Calls, dict[str, dict]]:
+    """Return the calls that `ways` make, and what the rows of each say, by path. A way checks its call first. Where it
+    raises anything but a lack of memory, it is not timed, and `left_out` says why, at the path behind the label. must:
+    paths that are not left out: what they raise is raised."""
+    calls, facts = Calls(), dict[str, dict]()
+    for path, way in ways.items():
+        try:
+            calls[path], facts[path] = way()
+        except Exception as error:  # others' code, and compilers behind torch, raise their own kinds
+            if path in must or isinstance(error, torch.OutOfMemoryError):
+                raise
+            left_out[f"{label}{path}"] = f"{type(error).__name__}: {first_line(error)}"
+    return calls, facts
+
+
+def first_line(error: Exception) -> str:
+    """Return how an error's message begins."""
+    return str(error).strip().partition("\n")[0][:200]
 
 
 @torch.no_grad()
@@ -227,8 +259,7 @@ def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tenso
         y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
         there = dense.isfinite().all(1)
         off = float(((y - dense)[there].norm(dim=1) / dense[there].norm(dim=1).clamp(min=1e-3)).max())
-        if not off <= 0.05:
-            raise clocks.WrongResult(f"a row differs from the dense layer's by {off:.3g} of it: nothing was timed")
+        hold("a row, beside the dense layer's", off, 0.05)
     return worst
 
 

@@ -38,6 +38,7 @@ L1 = 2e-5  # the penalty is on in every step; its size changes no time
 NAMES = ("y", "dx", "dgate", "dup", "ddown")
 PLAIN = ("y", "dx", "dup", "ddown")  # of a layer without a gate
 MOST = 20  # steps in a burst: a step launches some thirty kernels
+Reader = Callable[[Tensor], Tensor]  # from token ids [sequences, length] to logits
 
 
 # ---- one step of one layer ----
@@ -78,19 +79,6 @@ def step_of(layer, weights: Sequence[Tensor | None], inputs: list[Tensor], grads
     return call
 
 
-@torch.no_grad()
-def check(ours: list[Tensor], dense: list[Tensor], right: list[Tensor]) -> float:
-    """Return the largest ratio, for y and all gradients, of the norm of our error to twice that of torch's dense layer.
-    right: in float64. Raises WrongResult for a ratio above 1."""
-    worst = 0.0
-    for name, a, b, e in zip(NAMES if len(right) == len(NAMES) else PLAIN, ours, dense, right, strict=True):
-        ratio = float((a.double() - e).norm() / (2 * (b.double() - e).norm() + 1e-12 * e.norm()))
-        if not ratio <= 1.0:
-            raise clocks.WrongResult(f"{name} is off by {ratio:.4g} times what is allowed: nothing was timed")
-        worst = max(worst, ratio)
-    return round(worst, 4)
-
-
 def exact(weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
     """Return y and the gradients of x and of the weights that are there, in float64. Which neurons fire is taken from
     the gate as torch rounds it: another order of summing changes that only where a value is nearly zero. TOKENS tokens
@@ -105,6 +93,21 @@ def exact(weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L
         ys.append(y.detach())
         dxs.append(part.grad)
     return [torch.cat(ys), torch.cat(dxs), *(w.grad for w in wide if w is not None)]
+
+
+def checked(
+    calls: rows.Calls, weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L1
+) -> dict[str, float]:
+    """Return for each call of a step but the dense one the largest ratio, for y and all gradients, of the norm of its
+    error to twice that of torch's dense layer. Raises WrongResult for a ratio above 1."""
+    right, dense, ratios = exact(weights, x.detach(), dy, l1), calls[DENSE](0), dict[str, float]()
+    names = NAMES if len(right) == len(NAMES) else PLAIN
+    for path in [path for path in calls if path != DENSE]:
+        for name, a, b, e in zip(names, calls[path](0), dense, right, strict=True):
+            with torch.no_grad():
+                ratio = (a.double() - e).norm() / (2 * (b.double() - e).norm() + 1e-12 * e.norm())
+            ratios[path] = max(ratios.get(path, 0.0), rows.hold(f"{path}: {name}", float(ratio)))
+    return ratios
 
 
 def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
@@ -139,14 +142,12 @@ def step_rows(case: Case) -> list[dict]:
         "planned compiled": _compiled(path),
     }
     calls = {name: step_of(layer, weights, inputs, grads) for name, layer in layers.items()}
-    base, right = calls[DENSE](0), exact(weights, inputs[0].detach(), grads[0])
-    ours = {name: call for name, call in calls.items() if name != DENSE}
-    notes: dict[str, dict] = {name: {"error_over_allowed": check(call(0), base, right)} for name, call in ours.items()}
-    del base, right
+    errors = checked(calls, weights, inputs[0], grads[0])
+    facts: dict[str, dict] = {name: {"error_over_allowed": error} for name, error in errors.items()}
     for name in ("planned", "planned compiled"):
-        notes[name]["choice"] = path
+        facts[name]["choice"] = path
     rounds = 20 if case.tokens <= TOKENS else 8
-    return rows.timed(shared, calls, notes, graphs=case.graphs, rounds=rounds, most=MOST)
+    return rows.timed(shared, calls, facts, graphs=case.graphs, rounds=rounds, most=MOST)
 
 
 # ---- whole steps ----
@@ -170,24 +171,22 @@ def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[d
     for layer in by_layer.layers:
         layer.compile(dynamic=False)
     compiled = partial(torch.compile, dynamic=False)
-    calls = {
-        COMPILED: whole_step(dense, compiled(dense), ids),
-        "planned compiled": whole_step(twin, compiled(twin), ids),
-        "planned, compiled by layer": whole_step(by_layer, by_layer, ids),
-        "forced twell compiled": whole_step(sparse, compiled(sparse), ids),
-        DENSE: whole_step(dense, dense, ids),
-        "planned": whole_step(twin, twin, ids),
+    ways = {
+        COMPILED: (dense, compiled(dense)),
+        "planned compiled": (twin, compiled(twin)),
+        "planned, compiled by layer": (by_layer, by_layer),
+        "forced twell compiled": (sparse, compiled(sparse)),
+        DENSE: (dense, dense),
+        "planned": (twin, twin),
     }
-    facts = checked_losses({name: float(call(0)) for name, call in calls.items()})
-    for path in ("planned", "planned compiled", "planned, compiled by layer"):
-        facts[path]["choice"] = choice
+    calls, facts = whole_steps(ways, ids, choice)
     sizes = {"tokens": ids[0].numel(), **rows.sizes_of(config), "context": config.context, "nnz": round(fired, 2)}
     sizes["parameters"] = sum(weight.numel() for weight in dense.parameters())
     shared = rows.about("training", next(dense.parameters()), f"whole step, {name}", **sizes)
     return rows.timed(shared, calls, facts, rounds=10)
 
 
-def switch_layers(model: nn.Module, read: Callable[[Tensor], Tensor], ids: Tensor) -> str:
+def switch_layers(model: nn.Module, read: Reader, ids: Tensor) -> str:
     """Have each sparse layer take the path that the trainer would choose for it; returns how many take which. read:
     runs the model on token ids [sequences, length]."""
     with layer_terms(model) as terms:
@@ -202,30 +201,40 @@ def counted(taken: Counter[str]) -> str:
     return ", ".join(f"{count} {path}" for path, count in sorted(taken.items()))
 
 
-def whole_step(model: nn.Module, read: Callable[[Tensor], Tensor], ids: Tensor) -> Callable[[int], Tensor]:
-    """Return a call of one step on token ids [inputs, sequences, length], turn -> its loss: the loss with L1, backward,
-    and AdamW with a learning rate of zero, so that every step is the same. read: from ids to logits, by this model."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=ids.is_cuda)
+def whole_steps(
+    ways: dict[str, tuple[nn.Module, Reader]], ids: Tensor, choice: str, left_out: dict[str, str] | None = None
+) -> tuple[rows.Calls, dict[str, dict]]:
+    """Return calls of one step of each model on token ids [inputs, sequences, length], turn -> its loss, and what their
+    rows say: the loss with L1, backward, and AdamW with a learning rate of zero, so that every step is the same.
 
-    def step(turn: int) -> Tensor:
-        windows = ids[turn % len(ids)]
-        with layer_terms(model) as terms:
-            logits = read(windows)
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten())
-        loss = loss + L1 * sum(term.l1 for term in terms) / len(terms)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    ways: models, and what reads ids and gives logits by them. choice: what rows of planned models say. left_out: takes
+    what can't be compiled, and why; by default that is raised. Raises WrongResult where losses differ."""
 
-    return step
+    def entry(path: str) -> rows.Entry:
+        model, read = ways[path]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=ids.is_cuda)
 
+        def step(turn: int) -> Tensor:
+            windows = ids[turn % len(ids)]
+            with layer_terms(model) as terms:
+                logits = read(windows)
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten())
+            loss = loss + L1 * sum(term.l1 for term in terms) / len(terms)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
 
-def checked_losses(losses: dict[str, float]) -> dict[str, dict]:
-    """Return what the row of each path says of its loss. Raises WrongResult where they differ."""
-    if not max(losses.values()) - min(losses.values()) <= 0.02 * abs(losses[DENSE]):
-        raise clocks.WrongResult(f"training: the losses differ: {losses}; nothing was timed")
-    return {name: {"loss": round(loss, 4)} for name, loss in losses.items()}
+        said = {"loss": round(float(step(0)), 4)}
+        return step, said | ({"choice": choice} if path.startswith("planned") else {})
+
+    must = [path for path in ways if left_out is None or "compiled" not in path]
+    calls, facts = rows.admit(
+        {path: partial(entry, path) for path in ways}, {} if left_out is None else left_out, "training, ", must
+    )
+    for path, said in facts.items():
+        rows.hold(f"training: the loss of {path}", abs(said["loss"] / facts[DENSE]["loss"] - 1), 0.02)
+    return calls, facts
 
 
 HALF_BILLION = ModelConfig(vocabulary=32768, d_model=D_MODEL, layers=8, heads=16, d_ff=D_FF, context=2048)
@@ -280,9 +289,7 @@ def host_rows(case: Case) -> list[dict]:
         learner.learn(path)
     steps = {name: partial(step, call) for name, call in {DENSE: layer, **learners}.items()}
     weights = [projection.weight for projection in (layer.gate_proj, layer.up_proj, layer.down_proj)]
-    dense, right = steps[DENSE](0), exact(weights, inputs[0].detach(), grads[0], l1=0.0)
-    for path in train.PATHS:
-        check(steps[path](0), dense, right)
+    checked(steps, weights, inputs[0], grads[0], l1=0.0)
     return made + _host_rows(layer, inputs, "forward and backward", steps)
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -26,8 +26,6 @@ from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock
 from ..training import sweep
 from ..training.config import TrainConfig
-from ..training.loop import train
-from ..training.parallel import joined
 from ..training.presets import named
 from ..training.text import source
 from . import drawn, rows
@@ -48,27 +46,26 @@ def model_name(size: str) -> str:
 def of_size(size: str, left_out: dict[str, str], sequences: int = SEQUENCES, **how) -> rows.Sections:
     """Return the steps of the record of this size; the models are made when the first step needs them. sequences: of
     the longest forward. how: as for `bench.model`."""
-    context, part = drawn.sizes_of(size).context, functools.partial
+    context = drawn.sizes_of(size).context
     many = sequences * context
     defaults = {"tokens": (context, many), "batches": BATCHES, "compiled": True, "graphs": True}
     bench = functools.cache(lambda: Bench(size, left_out=left_out, **{**defaults, **how}))
 
-    def step(kind: str, tokens: int, head: bool = True, **how) -> list[dict]:
-        return bench().rows(kind, tokens, head, **{"compiled": None if head else False, **how})
+    def step(kind: str, tokens: int, head: bool, compiled: bool | None = None) -> list[dict]:
+        return bench().rows(f"model_{kind}", tokens, head, compiled=compiled if head else False)
 
-    forward, decode = part(step, "model_forward"), part(step, "model_decode")
     return {
-        "many sequences": [part(forward, many, compiled=False)],
-        "decode, one sequence": [part(decode, 1)],
-        "one sequence": [part(forward, context)],
-        "decode": [part(decode, batch) for batch in BATCHES[1:]],
+        "many sequences": rows.steps(step, ["forward"], [many], [True], [False]),
+        "decode, one sequence": rows.steps(step, ["decode"], [1], [True]),
+        "one sequence": rows.steps(step, ["forward"], [context], [True]),
+        "decode": rows.steps(step, ["decode"], BATCHES[1:], [True]),
         "training step": [lambda: bench().train()],
         "without the LM head": [
-            part(forward, many, False),
-            *(part(decode, batch, False) for batch in BATCHES),
-            part(forward, context, False),
+            *rows.steps(step, ["forward"], [many], [False]),
+            *rows.steps(step, ["decode"], BATCHES, [False]),
+            *rows.steps(step, ["forward"], [context], [False]),
         ],
-        "many sequences, compiled": [part(forward, many)],  # which takes longest
+        "many sequences, compiled": rows.steps(step, ["forward"], [many], [True]),  # which takes longest
     }
 
 
@@ -110,6 +107,7 @@ def paths(
 RUN = "trained"  # the kind of a training's row
 L1, TWIN = "trained with L1", "dense twin"  # what rows call the two
 _LAST = 0.2  # of the steps: `nnz_moved` says by how much the neurons that fire moved in them
+SECONDS = 2.0  # as `seconds` of `bench.model`
 LATE = 0.25  # the last share of a run's rows is timed: by then layers have changed to the kernels and are compiled
 
 
@@ -120,21 +118,10 @@ _TRAINED |= {"warmup": 100, "l1": 1e-4, "kernels": "auto", "checkpoint_every": 0
 _TRAINED |= {"log_every": 10, "eval_every": 250, "eval_windows": 256}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The model to train, and the sizes to measure. config: of the model with L1. sequences: of its whole context, in
-    forwards. batches, cached, seconds: as for `bench.model`."""
-
-    config: TrainConfig = TrainConfig(**_TRAINED)
-    sequences: tuple[int, ...] = (2, 32)
-    batches: tuple[int, ...] = (1, 16)
-    cached: int = 512
-    seconds: float = 2.0
-
-
+CONFIG = TrainConfig(**_TRAINED)
 _SMALL = {"d_model": 64, "layers": 2, "heads": 2, "d_ff": 512, "context": 64, "batch": 16, "steps": 120, "warmup": 10}
 _SMALL |= {"l1": 2e-3, "kernels": "auto", "device": "cpu", "log_every": 5, "eval_every": 60, "eval_windows": 64}
-SMALL = Shape(TrainConfig(**_SMALL), (2, 16), (1, 4), 32, 0.5)  # for a CPU: half a minute on two cores
+SMALL = TrainConfig(**_SMALL)  # for a CPU: a minute on two cores
 
 
 def run_rows(name: str, config: TrainConfig, models: dict[str, nn.Module]) -> list[dict]:
@@ -157,33 +144,43 @@ def run_rows(name: str, config: TrainConfig, models: dict[str, nn.Module]) -> li
     facts |= {"firing": facts.pop("layers"), "steps": config.steps}
     facts |= {"nnz_moved": round(sweep.settled(facts, _LAST), 5)}
     facts["total_seconds"] = round(time.perf_counter() - start, 2)
-    return [core.finite(rows.row(facts | shared, f"{name}, kernels {config.kernels}", late))]
+    return core.finite(rows.table(facts | shared, {f"{name}, kernels {config.kernels}": late}, base=None))
 
 
-def trained(left_out: dict[str, str], shape: Shape | None = None) -> rows.Sections:
+def trained(left_out: dict[str, str], config: TrainConfig | None = None, **how) -> rows.Sections:
     """Return the steps of the record. The twin is not trained where less time is left than the model with L1 took.
-    Both are measured on text that was held out, where their own neurons fire."""
-    shape = shape or (Shape() if torch.cuda.is_available() else SMALL)
-    config, models, part = shape.config, dict[str, nn.Module](), functools.partial
+    Both are measured on text that was held out, where their own neurons fire. config: of the model with L1. how: as for
+    `bench.model`."""
+    config, models = config or (CONFIG if torch.cuda.is_available() else SMALL), dict[str, nn.Module]()
     configs = {L1: config, TWIN: replace(config, l1=0.0, kernels="off")}
-    counts = [count * config.context for count in shape.sequences]
+    counts = [count * config.context for count in (2, config.batch)]
+    batches = how.setdefault("batches", (1, 16))
 
     @functools.cache
     def bench(name: str) -> Bench:
         own = {"paths": ("twell",), "graphs": config.device == "cuda"} if name == L1 else {}
         held_out = source.standard_library().split()[1].tokens
-        how = {"text": held_out, "cached": shape.cached, "seconds": shape.seconds, "left_out": left_out, **own}
-        return Bench(models[name], tokens=counts, batches=shape.batches, about=name, **how)
+        own |= {
+            "text": held_out,
+            "cached": config.context // 2,
+            "left_out": left_out,
+            "about": name,
+            "seconds": SECONDS,
+        }
+        return Bench(models[name], tokens=counts, **own | how)
 
     def step(name: str, kind: str, tokens: int) -> list[dict]:
-        return bench(name).rows(kind, tokens) if name in models else []
+        return bench(name).rows(f"model_{kind}", tokens) if name in models else []
 
     return {
-        "training": [part(run_rows, name, own, models) for name, own in configs.items()],
-        "decode": [part(step, L1, "model_decode", batch) for batch in shape.batches],
-        "forward": [part(step, L1, "model_forward", count) for count in counts],
+        "training": [functools.partial(run_rows, name, own, models) for name, own in configs.items()],
+        "decode": rows.steps(step, [L1], ["decode"], batches),
+        "forward": rows.steps(step, [L1], ["forward"], counts),
         "training step": [lambda: bench(L1).train(counts[-1])],
-        TWIN: [part(step, TWIN, "model_forward", counts[-1]), part(step, TWIN, "model_decode", shape.batches[-1])],
+        TWIN: [
+            *rows.steps(step, [TWIN], ["forward"], counts[-1:]),
+            *rows.steps(step, [TWIN], ["decode"], batches[-1:]),
+        ],
     }
 
 
@@ -192,8 +189,8 @@ def trained(left_out: dict[str, str], shape: Shape | None = None) -> rows.Sectio
 
 @torch.no_grad()
 def profiling_rows(sizes: ModelConfig | None = None, sequences: int = 8) -> list[dict]:
-    """Return the wall time of a plain forward of a random model and of its profile, on two batches of so many
-    sequences; on a GPU in bfloat16, with the peak of memory and the bytes of it beyond the forward's. sizes: of the
+    """Return the rows of a plain forward of a random model and of its profile, on two batches of so many sequences; on
+    a GPU in bfloat16, with the peak of memory and the bytes of it beyond the forward's. sizes: of the
     model, by default the paper's 2B on a GPU and a small one without."""
     device, plain = clock.present_device(None), "plain forward"
     on_gpu = device.type == "cuda"
@@ -204,16 +201,16 @@ def profiling_rows(sizes: ModelConfig | None = None, sequences: int = 8) -> list
     with torch.device(device):
         model = LanguageModel(sizes).to(torch.bfloat16 if on_gpu else torch.float32).eval().requires_grad_(False)
         batches = list(torch.randint(sizes.vocabulary, (2, sequences, sizes.context)))
-    calls = {plain: lambda turn: [model(ids) for ids in batches], "profile": lambda turn: profile(model, batches)}
-    bursts, facts = clock.time_bursts(calls, rows.drain, rounds=5, count=1), dict[str, dict]()
-    if on_gpu:
-        peaks = {path: clock.peak_bytes(call) for path, call in calls.items()}
-        facts = {path: {"peak_bytes": peak, "extra_bytes": peak - peaks[plain]} for path, peak in peaks.items()}
+    calls: rows.Calls = {plain: lambda turn: [model(ids) for ids in batches]}
+    calls["profile"] = lambda turn: profile(model, batches)
     nnz = fmean(layer.mean_nnz for layer in profile(model, batches).layers)
     said = {"tokens": 2 * sequences * sizes.context, "nnz": round(nnz, 2), **rows.sizes_of(sizes)}
     workload = f"2 x {sequences} x {sizes.context:,} random tokens, random weights"
     shared = rows.about("profiling", model.head.weight, workload, **said)
-    return rows.table(shared, {path: wall for path, (_, wall) in bursts.items()}, facts, base=plain)
+    made = rows.measured(shared, calls, base=plain, rounds=5)
+    for row in made if on_gpu else ():
+        row["extra_bytes"] = row["peak_bytes"] - made[0]["peak_bytes"]
+    return made
 
 
 PROFILING: rows.Sections = {"profiling": [profiling_rows]}
@@ -235,44 +232,34 @@ def training_runs(
     TrainConfig. Raises TwellError, with the end of its output, where a run fails."""
     made, here = list[dict](), torch.empty(0, device=device)
     for processes, parallel in hows:
-        where, dense = "1 GPU" if processes == 1 else f"{processes} GPUs, {parallel}", None
+        where = "1 GPU" if processes == 1 else f"{processes} GPUs, {parallel}"
+        samples, facts = rows.Samples(), dict[str, dict]()
         for kind in ("off", kernels):
             path = f"{where}, {'dense' if kind == 'off' else kind}"
             fields = {**config, "parallel": parallel, "kernels": kind, "device": device}
             history, own = _history(fields, processes, path), TrainConfig(**fields)
-            late, tokens = history[-max(1, round(LATE * len(history))) :], own.batch * own.context
-            samples = [1e3 * tokens / line["tokens_per_s"] for line in late]
-            mean = {key: round(sum(line[key] for line in late) / len(late), 4) for key in ("nnz", "ce")}
-            said = {"parallel": parallel, "kernels": kind, "compiled": own.compile, "context": own.context}
-            said |= {"processes": processes, "tokens": tokens, "l1": own.l1, "steps": own.steps, **mean}
-            shared = rows.about("training run", here, "a whole training", **rows.sizes_of(own), **said)
-            last = {key: late[-1][key] for key in ("val_bits_per_byte", "seconds", "peak_bytes") if key in late[-1]}
-            dense = clock.quartiles(samples)[0] if dense is None else dense
-            made.append(rows.row(shared | {"dtype": own.dtype}, path, samples, dense, **last))
+            late = history[-max(1, round(LATE * len(history))) :]
+            samples[path] = [1e3 * own.batch * own.context / line["tokens_per_s"] for line in late]
+            facts[path] = {key: round(sum(line[key] for line in late) / len(late), 4) for key in ("nnz", "ce")}
+            last = ("val_bits_per_byte", "seconds", "peak_bytes")
+            facts[path] |= {"kernels": kind} | {key: late[-1][key] for key in last if key in late[-1]}
+        said = {"parallel": parallel, "compiled": own.compile, "context": own.context, "processes": processes}
+        said |= {"tokens": own.batch * own.context, "l1": own.l1, "steps": own.steps}
+        shared = rows.about("training run", here, "a whole training", **rows.sizes_of(own), **said)
+        made += rows.table(shared | {"dtype": own.dtype}, samples, facts, base=f"{where}, dense")
     return made
 
 
 def _history(fields: dict, processes: int, path: str) -> list[dict]:
-    """Return the history of such a run. Its processes save nothing else: a checkpoint takes as long as many steps."""
+    """Return the history of such a run of `twell-lab train`."""
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] * (processes > 1)
     roots = filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")))
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "history.json")
-        command = [sys.executable, *several, "-m", "twell_lab.bench.whole", json.dumps(fields), str(out)]
+        config, out = Path(folder, "config.json"), Path(folder, "run")
+        config.write_text(json.dumps(fields))
+        command = [sys.executable, *several, "-m", "twell_lab", "train", "--config", str(config), "--out", str(out)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise core.TwellError(f"{path}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}")
-        return json.loads(out.read_text())
-
-
-def _train(fields: str, out: str) -> None:
-    """Train in one of the processes. fields: of the TrainConfig, as JSON; out: the file for the history."""
-    with joined(json.loads(fields)["device"]) as world:
-        result = train(TrainConfig(**json.loads(fields)), progress=False)
-        if world.lead:
-            Path(out).write_text(json.dumps(result.history))
-
-
-if __name__ == "__main__":
-    _train(*sys.argv[1:])
+        return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]

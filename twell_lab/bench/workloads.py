@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..core import InputError, TwellError
+from ..core import TwellError
 from ..layers.find import FeedForward, feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock as timing
-from . import energy, rows
+from . import rows
 from .causal import Causal
 from .rows import Calls
 
@@ -68,33 +68,33 @@ class Tokens:
 class Workload:
     """Something that a model computes, again and again.
 
-    kind, tokens, label, head: what rows say of it; `says` what else they do. makes: (model, compiled) -> a call that
-    takes the number of its turn. few: the same on a few of the inputs, to be compared; right: what it gives of the
-    model in float32. read: token ids [sequences, length] of a text, whose loss the first results have; or None."""
+    kind, tokens, label, head: what rows say of it; `says` what else they do. inputs: what the model is given, in turn.
+    few: computes the same on a few of the inputs, to be compared; right: what it gives of the model in float32. read:
+    token ids [sequences, length] of a text, whose loss the first results have; or None."""
 
     kind: str
     tokens: int
     label: str
     head: bool
-    makes: Callable[[Causal, bool], Callable[[int], Tensor]]
+    inputs: list[tuple]
     few: Callable[[Causal], Tensor]
     says: dict = field(default_factory=dict)
     read: Tensor | None = None
     right: Tensor | None = None
 
+    def makes(self, model: Causal, compiled: bool = False) -> rows.Call:
+        """Return a call of this model."""
+        read = model.reader(self.head, compiled=compiled)
+        return rows.over(lambda given: read(*given), self.inputs)
+
 
 def forward(tokens: Tokens, sequences: int, length: int, head: bool = True) -> Workload:
     """Return a forward of so many sequences, with the head or without it."""
     ids = tokens.inputs(sequences, length)
-
-    def makes(model: Causal, compiled: bool):
-        read = model.reader(head, compiled=compiled)
-        return lambda turn: read(ids[turn % len(ids)])
-
     few = lambda model: model.reader(head)(ids[0][:_CHECKED])  # noqa: E731
     read = ids[0] if head and tokens.text is not None and length > 1 else None
-    label = f"{sequences} x {length:,} tokens"
-    return Workload("model_forward", sequences * length, label, head, makes, few, read=read)
+    label, inputs = f"{sequences} x {length:,} tokens", [(some,) for some in ids]
+    return Workload("model_forward", sequences * length, label, head, inputs, few, read=read)
 
 
 @torch.no_grad()
@@ -103,24 +103,21 @@ def decode(tokens: Tokens, dense: Causal, batch: int, cached: int, head: bool = 
     with the others in a static cache, which all models share. Its `few` raises an InputError where a model gives
     something else with such a cache than without."""
     ids = tokens.windows(tokens.MEASURED, batch, cached)
-    kept, last = dense.keep(ids[:, :-1]), ids[:, -1:]
-
-    def makes(model: Causal, compiled: bool):
-        step = model.stepper(head, compiled=compiled)
-        return lambda turn: step(last, kept)
+    kept = dense.keep(ids[:, :-1])
 
     def few(model: Causal) -> Tensor:
         dtype = next(model.model.parameters()).dtype
-        step, some = model.stepper(head), ids[:_CHECKED]
-        whole = model.reader(head)(some)[:, -1:]
-        if not (step(some[:, -1:], model.keep(some[:, :-1])) - whole).norm() <= 1e-2 * whole.norm():
-            raise InputError(
-                f"a step of {type(model.model).__name__} with a static cache gives something else than its whole "
-                "sequence; accepted: a model whose layers keep all tokens"
-            )
+        step, some = model.reader(head), ids[:_CHECKED]
+        whole = step(some)[:, -1:]
+        off = (step(some[:, -1:], model.keep(some[:, :-1])) - whole).norm()
+        what = (
+            f"a step of {type(model.model).__name__} with a static cache gives something else than its whole sequence"
+        )
+        rows.need(off <= 1e-2 * whole.norm(), what, "a model whose layers keep all tokens")
         return step(some[:, -1:], kept.part(slice(_CHECKED), dtype))
 
-    return Workload("model_decode", batch, f"decode step, batch {batch}", head, makes, few, {"cached": cached})
+    inputs, label = [(ids[:, -1:], kept)], f"decode step, batch {batch}"
+    return Workload("model_decode", batch, label, head, inputs, few, {"cached": cached})
 
 
 # ---- what is looked at before the clocks ----
@@ -130,28 +127,6 @@ def compared_part(result: Tensor) -> Tensor:
     """Return the part of a result [batch, tokens, n] that is compared, float32: some tokens of a few sequences."""
     places = torch.linspace(0, result.shape[1] - 1, min(PLACES, result.shape[1]), device=result.device).long()
     return result[:_CHECKED, places].float()
-
-
-def first_results(calls: Calls, label: str, left_out: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the first result of each call. What cannot be compiled is taken out of `calls`, and why is put
-    into `left_out`."""
-    if any("compiled" in name for name in calls):
-        torch._dynamo.reset()  # which compiles a function for eight models at most
-    for name in list(calls):
-        try:
-            result: Any = calls[name](0)
-        except Exception as error:  # dynamo and the compilers behind it raise their own kinds
-            if "compiled" not in name or isinstance(error, torch.OutOfMemoryError):
-                raise
-            left_out[f"{label}, {name}"] = f"{type(error).__name__}: {first_line(error)}"
-            del calls[name]
-        else:
-            yield name, result
-
-
-def first_line(error: Exception) -> str:
-    """Return how an error's message begins."""
-    return str(error).strip().partition("\n")[0][:200]
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> float:
@@ -189,10 +164,7 @@ def check_cut(errors: list[tuple[float, float]], label: str) -> float:
     """Return the largest of `layer_errors` over what is allowed of layers with thresholds; WrongResult above 1. Values
     near a threshold fall on either side of it, by rounding: each adds to the difference, and hardly to the factor."""
     off = [max(error / CUT_SLACK, factor / CUT_FACTOR) for error, factor in errors]
-    worst = float(torch.tensor([0.0, *off]).max())
-    if not worst <= 1.0:
-        raise timing.WrongResult(f"{label}: a layer is off by {worst:.3g} times what is allowed: nothing was timed")
-    return round(worst, 4)
+    return rows.hold(f"{label}: a layer", float(torch.tensor([0.0, *off]).max()))
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -219,6 +191,78 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(sizes.values())
 
 
+# ---- the energy that calls take, by a GPU's own counter (NVML): all that the board takes, idle or not ----
+
+ENERGY = 1.0  # seconds of a measurement of energy, at least
+WARM = 0.5  # seconds of calls before each measurement
+_CHUNK = 0.02  # seconds of calls between two looks at the counter
+_STILL = 2.0  # seconds after which a counter that has not moved counts as standing still
+
+Meter = Callable[[], float]  # millijoules since the driver was loaded
+
+
+def meter(device: torch.device) -> tuple[Meter | None, str]:
+    """Return the energy counter of a device, and "", or None and why there is none."""
+    if device.type != "cuda":
+        return None, "it is read on an NVIDIA GPU alone"
+    try:
+        import pynvml
+    except ImportError:
+        return None, "it needs nvidia-ml-py: pip install nvidia-ml-py"
+    try:
+        pynvml.nvmlInit()
+        # By its own name: CUDA_VISIBLE_DEVICES numbers the GPUs anew for CUDA, not for NVML.
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except (pynvml.NVMLError, AttributeError) as error:
+        return None, f"NVML says: {error}"
+    return functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle), ""
+
+
+def energy_facts(
+    read: Meter, calls: Mapping[str, Callable], wait: Callable[[], object], samples: int, tokens: int
+) -> dict[str, dict]:
+    """Return what the row of each call says of its energy: median, spread and samples of millijoules a token, of calls
+    that compute so many. Calls take turns, there and back, each after half a second of its own: a GPU that grows warmer
+    takes more for the same work. {} where the counter stands still. wait: returns once the device has finished."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(samples):
+        for name in list(calls)[:: -1 if turn % 2 else 1]:
+            if (one := millijoules(read, calls[name], wait)) is None:
+                return {}
+            taken[name].append(round(one / tokens, 6))
+    return {
+        name: dict(zip(("mj_per_token", "mj_spread"), timing.quartiles(sample)), mj_samples=sample)
+        for name, sample in taken.items()
+    }
+
+
+def millijoules(read: Meter, call: Callable[[int], object], wait: Callable[[], object]) -> float | None:
+    """Return the millijoules of one call, over ENERGY at least; None where the counter stands still. The counter moves
+    every few hundredths of a second, so a measurement begins and ends where it moves."""
+    wait()
+    start = time.perf_counter()
+    call(0)
+    wait()
+    start, once = time.perf_counter(), time.perf_counter() - start
+    many, made, begun = max(1, round(_CHUNK / max(1e-6, once))), 0, None
+    before, moved = read(), start
+    while True:
+        for turn in range(many):
+            call(turn)
+        wait()
+        made, spent, now = made + many, read(), time.perf_counter()
+        if spent == before:
+            if now - moved > _STILL:
+                return None
+            continue
+        before, moved = spent, now
+        if begun is None and now - start >= WARM:
+            begun = made, spent, now
+        elif begun and now - begun[2] >= ENERGY:
+            return (spent - begun[1]) / (made - begun[0])
+
+
 # ---- the rows ----
 
 
@@ -231,7 +275,7 @@ class Clocks:
 
     def __init__(self, device: torch.device, seconds: float, *, graphs: bool = False) -> None:
         self.device, self.seconds, self.graphs = device, seconds, graphs
-        self.meter, self.no_energy = energy.meter(device)
+        self.meter, self.no_energy = meter(device)
 
     def time(
         self, calls: Calls, tokens: int, label: str, left_out: dict[str, str], captured: bool = True
@@ -246,7 +290,7 @@ class Clocks:
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
-                left_out[f"{label}, as CUDA graphs"] = first_line(error)
+                left_out[f"{label}, as CUDA graphs"] = rows.first_line(error)
         return clocked()
 
     def spent(self, paths: list[str], calls: Calls, tokens: int) -> dict[str, dict]:
@@ -258,7 +302,7 @@ class Clocks:
         for path in [path for path in paths if path.endswith("(graph)")] or paths:
             name, graph, _ = path.partition(" (graph)")
             timed[path] = timing.graphed(calls[name], inputs=1) if graph else calls[name]
-        return energy.energy_facts(self.meter, timed, rows.drain, max(1, round(self.seconds)), tokens)
+        return energy_facts(self.meter, timed, rows.drain, max(1, round(self.seconds)), tokens)
 
     def measure(
         self,

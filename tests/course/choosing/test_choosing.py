@@ -158,7 +158,7 @@ def test_the_map_holds_each_method_against_dense_first():
 
 def test_a_wrong_method_is_not_timed(monkeypatch):
     monkeypatch.setattr(methods, "by_stripes", lambda layer, down_t, x: layer(x) * 1.01)
-    with pytest.raises(clocks.WrongResult, match="micro-tiles 32 x 1 is off by 0.01"):
+    with pytest.raises(clocks.WrongResult, match="micro-tiles 32 x 1: off by 0.01"):
         data.map_rows("cpu", (1 / 8,))
 
 

@@ -99,9 +99,9 @@ def padding(rows: list[dict], recorded: Iterable[dict] = ()) -> go.Figure:
     line = {"color": plots.INK, "dash": "dot", "width": 1}
     figure.add_scatter(x=[0, 100], y=[0, whole["ms"]], mode="lines", name="in proportion", line=line, hoverinfo="skip")
     timed, told = [row for row in recorded if row["kind"] == "padding"], []
-    for found in methods.proportions(timed) if timed else []:
-        own = "" if found.own is None else f" (as many tokens alone {found.own:+.0%})"
-        told.append(f"beside proportion: {found.layers} layer{'s' * (found.layers > 1)} {found.beside_dense:+.0%}{own}")
+    for layers, off, alone in methods.proportions(timed):
+        own = "" if alone is None else f" (as many tokens alone {alone:+.0%})"
+        told.append(f"beside proportion: {layers} layer{'s' * (layers > 1)} {off:+.0%}{own}")
     axes = {"x": "rows that are real, %", "y": "ms"}
     return finish(figure, "A layer on a padded batch", [*rows, *timed[:1]], 240, also=told, **axes)
 

@@ -130,7 +130,7 @@ def clock(counted: Counted, sparsity: float) -> Step:
     cut = sparsify(counted.calibration.at(sparsity).apply(copy.deepcopy(counted.model)), "twell")
     runs, windows = {}, counted.windows.to(device)
     for name, model in (("ms", Causal(cut)), ("dense_ms", Causal(counted.model))):
-        step, kept, last = model.stepper(), model.keep(windows[:1, :-1]), windows[:1, -1:]
+        step, kept, last = model.reader(), model.keep(windows[:1, :-1]), windows[:1, -1:]
         runs[name] = lambda turn, step=step, kept=kept, last=last: step(last, kept)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     once = clocks.time_bursts(runs, wait, rounds=1, count=1)["dense_ms"][1][0]
