@@ -1,0 +1,259 @@
+"""What small models do with a sentence when more and more of their neurons are cut. All of it is computed when the
+sentence is read (`read`), so that a slider only looks it up (`view`).
+
+A cut of 90% leaves a layer one value in ten over the sentence: a threshold sets the others to zero (CATS, arXiv
+2404.08763). Where a ReLU silences more than that by itself, such a cut changes nothing. Needs no plotly."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ... import core, records
+from ...core import InputError
+from ...layers.lossy import ThresholdedActivation
+from ...layers.sparse_ffn import SparseFFN
+from ...models.generate import generate
+from ...models.thresholds import Thresholds, calibrate
+from ...models.tiny import LanguageModel
+from ...ops import clock as clocks
+
+CUTS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
+SENTENCE = "It was late, and the rain fell upon the roof of the old house."
+MOST, NEW = 64, 60  # tokens that are read of a sentence, and that are written after it
+SIZE = (2048, 5632)  # d_model and d_ff of the layer that is timed: the shipped models' own are too small to gain time
+ACROSS = 128  # neurons in a line of the map
+SHARES = (0.002, 0.03, 0.125)  # of its neurons, that fire where it is timed
+
+
+class Row(NamedTuple):
+    """How long a layer of SIZE takes for one token, milliseconds: with this share of its neurons firing, and dense."""
+
+    where: str
+    share: float
+    ms: float
+    dense_ms: float
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """What one model did with a sentence, at each of CUTS.
+
+    kept: who fires, bool [cuts, tokens, layers, d_ff]. loss: bits a token of the sentence. texts: what it writes after
+    it. d_model, gated, itemsize: of its feed-forward layers."""
+
+    kept: np.ndarray
+    loss: list[float]
+    texts: list[str]
+    d_model: int
+    gated: bool
+    itemsize: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sentence:
+    """What models did with a sentence, by their names.
+
+    tokens: what was read of it, a byte each. note: a line on what was left out or read otherwise, or ""."""
+
+    readers: dict[str, LanguageModel]
+    tokens: bytes
+    note: str
+    models: dict[str, Read]
+
+
+def shipped() -> dict[str, LanguageModel]:
+    """The models of data/checkpoints, by the L1 of their training: the twins "l1-free" and "sparse", which differ in
+    nothing else; in an installed package, which has neither, "small"."""
+    folder, twins = core.data_dir() / "checkpoints", {"0": "l1-free", "4e-4": "sparse"}
+    here = all((folder / name / "model.safetensors").is_file() for name in twins.values())
+    names = twins if here else {"1e-3": "small"}
+    return {f"L1 {l1}": LanguageModel.load(folder / name) for l1, name in names.items()}
+
+
+def read(models: dict[str, LanguageModel], text: str = SENTENCE) -> Sentence:
+    """Have models of bytes read a sentence; a copy of each does, on the CPU. InputError for a sentence that can't be
+    read."""
+    tokens, note = _tokens(text)
+    readers = {name: copy.deepcopy(model).cpu().eval() for name, model in models.items()}
+    return Sentence(readers, tokens, note, {name: _read(model, tokens) for name, model in readers.items()})
+
+
+def _tokens(text: str) -> tuple[bytes, str]:
+    """Return a sentence as the bytes that models read, and a line on what is not as it was typed."""
+    try:
+        tokens = text.strip().encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the sentence has half a character at place {error.start}; accepted: whole ones") from None
+    if len(tokens) < 2:
+        raise InputError(f"letters in the sentence: {len(tokens)}; accepted: two or more")
+    notes = [f"Only the first {MOST} of {len(tokens):,} tokens are read."] * (len(tokens) > MOST)
+    long = next((letter for letter in text if ord(letter) > 127), None)
+    notes += [f"A token is a byte: {long} is read as {len(long.encode())} of them."] if long else []
+    return tokens[:MOST], " ".join(notes)
+
+
+@torch.no_grad()
+def _read(model: LanguageModel, tokens: bytes) -> Read:
+    """Read a sentence at all CUTS at once: a row of a batch each, with thresholds of its own."""
+    ids, kept = torch.tensor([*tokens]).expand(len(CUTS), -1), []
+    layers = calibrate(model, [ids[:1]], method="cats")
+    layers.at(0.0).apply(model)
+    parts = [part for part in model.modules() if isinstance(part, ThresholdedActivation)]
+    try:
+        for part, layer in zip(parts, layers.layers, strict=True):
+            part.threshold = torch.tensor([layer.sites["activation"].threshold(cut) for cut in CUTS]).view(-1, 1, 1)
+        hooks = [part.register_forward_hook(lambda part, args, out: kept.append(out != 0)) for part in parts]
+        scores = model(ids)
+        for hook in hooks:
+            hook.remove()
+        after = generate(model, ids, max_new_tokens=NEW)[:, ids.shape[1] :]
+    finally:
+        Thresholds.remove(model)
+    loss = torch.nn.functional.cross_entropy(scores[:, :-1].mT, ids[:, 1:], reduction="none").mean(1) / math.log(2)
+    texts = [bytes(row).decode("utf-8", "replace") for row in after.tolist()]
+    first = layers.layers[0].layer
+    size, gated, itemsize = first.up.weight.shape[1], first.gate is not None, first.up.weight.element_size()
+    return Read(torch.stack(kept, 2).numpy(), loss.tolist(), texts, size, gated, itemsize)
+
+
+# ---- times ----
+
+
+@torch.inference_mode()
+def times(device: str = "cpu", size: tuple[int, int] = SIZE, shares: tuple[float, ...] = SHARES) -> list[Row]:
+    """Time a layer of this size for one token here, on the path that leaves silent neurons out, and add what current
+    records hold of such a layer on GPUs."""
+    d_model, d_ff = size
+    dtype = clocks.dtype_for(device)
+    layer, inputs = clocks.workload(1, d_model, d_ff, shares[-1] * d_ff, "uniform", dtype, device)
+    sparse, calls, fires = SparseFFN.from_module(copy.deepcopy(layer).eval()), {}, {}
+    x = inputs[0]
+    gate = layer.gate_proj(x)[0].float()
+    fixed = (
+        layer.gate_proj.weight[:, 0].float() * x[0, 0].float()
+    )  # what x's first number adds: each neuron's threshold
+    for share in shares:
+        # A larger first number silences more neurons. Halve the span of its factor until this share fires.
+        low, high = 0.0, 8.0
+        for _ in range(30):
+            factor = (low + high) / 2
+            firing = int((gate + (factor - 1) * fixed > 0).sum())
+            low, high = (factor, high) if firing > share * d_ff else (low, factor)
+        given = x.clone()
+        given[0, 0] *= factor
+        fires[share] = int((layer.gate_proj(given) > 0).sum()) / d_ff
+        calls[share] = lambda turn, given=given: sparse(given)
+    turns = {"dense": lambda turn: layer(x), **{str(share): call for share, call in calls.items()}}
+    took = clocks.time_cuda(turns) if torch.device(device).type == "cuda" else clocks.time_cpu(turns, 0.5)
+    middle = {name: clocks.quartiles(samples)[0] for name, samples in took.items()}
+    where = f"here, now: {_short(clocks.device_name(torch.device(device)))}"
+    here = [Row(where, fires[share], middle[str(share)], middle["dense"]) for share in shares]
+    return sorted(here, key=lambda row: row.share) + recorded(size)
+
+
+def recorded(size: tuple[int, int] = SIZE) -> list[Row]:
+    """Rows of current records of one token on a GPU: a gated layer of this size, on the path that a plan chose, or
+    packed; by share."""
+    rows = []
+    for record in records.load_all():
+        for row in () if records.stale(record) else record.rows:
+            sizes = row.get("tokens"), row.get("d_model"), row.get("d_ff")
+            how = row.get("kind"), row.get("path")
+            if sizes == (1, *size) and how in (("inference", "planned"), ("map", "packed (TwELL)")):
+                where = f"{_short(row['device'])}, recorded {record.date[:10]}"
+                rows.append(Row(where, row["nnz"] / size[1], row["ms"], row["dense_ms"]))
+    return sorted(rows, key=lambda row: (row.where, row.share))
+
+
+def _short(device: str) -> str:
+    return device.removeprefix("NVIDIA ")
+
+
+def _between(rows: list[Row], share: float) -> tuple[float, float] | None:
+    """Return (ms, dense ms) at a share, on a line between the measured ones; below the least the least one's; None
+    above the largest."""
+    if share > rows[-1].share:
+        return None
+    at = [row.share for row in rows]
+    took, dense = (np.interp(share, at, [getattr(row, name) for row in rows]) for name in ("ms", "dense_ms"))
+    return float(took), float(dense)
+
+
+# ---- what is shown ----
+
+
+def view(sentence: Sentence, rows: list[Row], name: str, cut: float = 0.0, token: int = 0) -> dict:
+    """Return what a model does with the sentence at one of CUTS, without running it; token: whose neurons to show.
+
+    Returns:
+        name, cut, cuts; token, tokens; states: of each neuron at this token, uint8 [layers, d_ff], 0 where it is silent
+        by itself, 1 where the cut silences it, 2 where it fires; fires, whole: how many fire at each token, and how
+        many would without the cut; share: of neurons that fire, mean over tokens; bytes, dense_bytes: of feed-forward
+        weights that a token reads; times: (where, ms, dense ms) of each machine, the first None where nothing was
+        measured at so large a share, with the largest that was; losses: by model, at each of CUTS; loss; text.
+    """
+    if name not in sentence.models or cut not in CUTS or not 0 <= token < len(sentence.tokens):
+        raise InputError(f"model {name!r}, cut {cut!r}, token {token!r}; accepted: those of the sentence and of CUTS")
+    done, place = sentence.models[name], CUTS.index(cut)
+    now, whole = done.kept[place], done.kept[0]
+    fires, neurons = now.sum((1, 2)), now[0].size
+    matrices = 3 if done.gated else 2
+    row = done.d_model * done.itemsize
+    share = float(fires.mean() / neurons)
+    took = []
+    for where in dict.fromkeys(row.where for row in rows):
+        own = [row for row in rows if row.where == where]
+        took.append((where, *(_between(own, share) or (None, own[-1].share))))
+    return {
+        "name": name,
+        "cut": cut,
+        "cuts": CUTS,
+        "token": token,
+        "tokens": [chr(byte) if 32 < byte < 127 else "·" for byte in sentence.tokens],
+        "sentence": sentence.tokens.decode("utf-8", "replace"),
+        "states": np.where(now[token], 2, whole[token]).astype(np.uint8),
+        "fires": fires.tolist(),
+        "whole": np.maximum(whole.sum((1, 2)), fires).tolist(),
+        "share": share,
+        "bytes": int(row * (neurons + (matrices - 1) * fires.mean())),
+        "dense_bytes": row * neurons * matrices,
+        "times": took,
+        "losses": {other: found.loss for other, found in sentence.models.items()},
+        "loss": done.loss[place],
+        "text": done.texts[place],
+    }
+
+
+def said(view: dict) -> str:
+    """Return what a view shows, in a line."""
+    more = view["loss"] - view["losses"][view["name"]][0]
+    how = f"{percent(view['cut'])} cut" if view["cut"] else "nothing cut"
+    cost = f"loss {view['loss']:.2f} bits a token ({more:+.2f} by the cut)"
+    return f"{view['name']}, {how}: {view['share']:.1%} of the neurons fire; {cost}"
+
+
+def percent(share: float) -> str:
+    """Return a cut as a slider calls it: 99.5%."""
+    return f"{100 * share:.3g}%"
+
+
+def of(now: float | None, dense: float, show: Callable[[float], str]) -> str:
+    """Return what is needed of what dense needs, as text."""
+    return f"{show(now)} of {show(dense)}" if now is not None else f"not timed above {dense:.1%} firing"
+
+
+def size(count: float) -> str:
+    """Return bytes as text: 3.4 MB."""
+    return f"{count / 1e6:.3g} MB" if count >= 1e6 else f"{count / 1e3:.3g} kB"
+
+
+def ms(value: float) -> str:
+    """Return milliseconds as text, in microseconds where they are few."""
+    return f"{value:.3g} ms" if value >= 0.1 else f"{1000 * value:.3g} us"
