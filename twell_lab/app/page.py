@@ -1,7 +1,8 @@
-"""The tour's page: one small HTML file without scripts that opens without a network, made of a tour's record alone.
+"""The tour's page: one small HTML file that opens without a network, made of a tour's record, and of sentences that the
+shipped models read when it is drawn (course.sentence), whose script is the page's only one.
 
 Its text is in page.html.jinja, which puts the record's numbers in; this file picks rows, computes what several places
-need, and makes the sentences that depend on how the numbers compare. Needs neither torch nor plotly.
+need, and makes the sentences that depend on how the numbers compare. Needs no plotly.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jinja2
 
 from .. import records
 from ..core import RecordError, write_atomically
+from ..course.sentence import web
 from ..plots import decode, layer_names, percentiles, picked, series, share
 from .charts import Axis, Line, chart
 
@@ -71,6 +73,7 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
     return _PAGES.get_template("page.html.jinja").render(
         record=record,
         tour=tour,
+        sentence=web.fragment(),
         without=without,
         sparse=sparse,
         rows=layer_table(tour),

@@ -1,6 +1,5 @@
 """The measurements of the first notebooks: right results whatever the clock says, verdicts from made-up numbers."""
 
-
 import pytest
 import torch
 

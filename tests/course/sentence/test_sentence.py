@@ -16,8 +16,7 @@ from tests.course import recorded_rows as made
 from twell_lab.core import InputError
 from twell_lab.course import sentence
 from twell_lab.course.sentence import data, web
-from twell_lab.layers.lossy import lossy_parts
-from twell_lab.models.thresholds import calibrate
+from twell_lab.layers.lossy import ThresholdedActivation
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 TEXT = "A line to read."
@@ -39,17 +38,22 @@ def read():
 @pytest.mark.parametrize("name", ["gated", "plain"])
 def test_at_a_cut_all_is_what_the_library_gives(read, name, cut):
     """A thresholded copy, which reads the sentence alone."""
-    view, ids, model = sentence.view(read, ROWS, name, cut), torch.tensor([[*TEXT.encode()]]), models()[name]
-    calibrate(model, [ids], method="cats").at(cut).apply(model)
+    view, ids, model = sentence.view(read, ROWS, name, cut), torch.tensor([[*TEXT.encode()]]), models()[name].eval()
+    values, kept = [], []
+    for block in model.layers:
+        block.mlp.act_fn.register_forward_hook(lambda _, __, out: values.append(out.flatten().sort().values))
     with torch.no_grad():
+        model(ids)
+        for block, size in zip(model.layers, list(values)):
+            block.mlp.act_fn = ThresholdedActivation(torch.relu, float(size[int(cut * len(size))]))
+            block.mlp.act_fn.register_forward_hook(lambda _, __, out: kept.append((out > 0)[0]))
         scores = model(ids)[0]
     loss = torch.nn.functional.cross_entropy(scores[:-1], ids[0, 1:]) / math.log(2)
     assert view["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert view["losses"][name][sentence.CUTS.index(cut)] == view["loss"]
+    assert view["fires"] == sum(layer.sum(1) for layer in kept).tolist()
     after = tl.generate(model, ids, max_new_tokens=data.NEW)[0, ids.shape[1] :]
     assert view["text"] == bytes(after.tolist()).decode("utf-8", "replace")
-    fires = np.mean([(layer.mean_nnz) for layer in tl.profile(model, [ids]).layers]) if name == "gated" else None
-    assert fires is None or view["share"] == pytest.approx(fires / 150)
 
 
 @pytest.mark.parametrize(("name", "matrices"), [("gated", 3), ("plain", 2)])
@@ -129,7 +133,7 @@ def test_models_are_left_as_they_were():
     given = models()
     before = copy.deepcopy(given["gated"].state_dict())
     sentence.read(given, TEXT)
-    assert not lossy_parts(given["gated"]) and given["gated"].training
+    assert given["gated"].training and not given["gated"].layers[0].mlp.act_fn._forward_hooks
     assert all(torch.equal(value, before[name]) for name, value in given["gated"].state_dict().items())
 
 
@@ -140,7 +144,7 @@ def test_models_are_left_as_they_were():
 def page():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(web, "shipped", models)
-        patch.setattr(web, "times", lambda: ROWS)
+        patch.setattr(web, "times", lambda device: ROWS)
         return web.fragment.__wrapped__()
 
 

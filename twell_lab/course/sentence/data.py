@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ... import core, records
 from ...core import InputError
-from ...layers.lossy import ThresholdedActivation
+from ...layers.lossy import zeroed
 from ...layers.sparse_ffn import SparseFFN
 from ...models.generate import generate
-from ...models.thresholds import Thresholds, calibrate
 from ...models.tiny import LanguageModel
 from ...ops import clock as clocks
 
@@ -101,26 +102,42 @@ def _tokens(text: str) -> tuple[bytes, str]:
 
 @torch.no_grad()
 def _read(model: LanguageModel, tokens: bytes) -> Read:
-    """Read a sentence at all CUTS at once: a row of a batch each, with thresholds of its own."""
-    ids, kept = torch.tensor([*tokens]).expand(len(CUTS), -1), []
-    layers = calibrate(model, [ids[:1]], method="cats")
-    layers.at(0.0).apply(model)
-    parts = [part for part in model.modules() if isinstance(part, ThresholdedActivation)]
-    try:
-        for part, layer in zip(parts, layers.layers, strict=True):
-            part.threshold = torch.tensor([layer.sites["activation"].threshold(cut) for cut in CUTS]).view(-1, 1, 1)
-        hooks = [part.register_forward_hook(lambda part, args, out: kept.append(out != 0)) for part in parts]
-        scores = model(ids)
-        for hook in hooks:
-            hook.remove()
+    """Read a sentence uncut, which gives the thresholds, and then at all CUTS at once, each a row of a batch."""
+    ids, activations = torch.tensor([[*tokens]]), [block.mlp.act_fn for block in model.layers]
+    with _watched(activations, lambda layer, values: values) as seen:
+        model(ids)
+    sizes = [values.abs().flatten().sort().values for values in seen]
+    bounds = torch.stack([torch.stack([size[int(cut * len(size))] for size in sizes]) for cut in CUTS])
+    bounds, row_of = bounds.unique(dim=0, return_inverse=True)  # small cuts may cut nothing
+    cut = lambda layer, values: zeroed(values, bounds[:, layer].view(-1, 1, 1))  # noqa: E731
+    with _watched(activations, cut) as seen:
+        ids = ids.expand(len(bounds), -1)
+        scores, kept = model(ids), torch.stack(seen, 2) != 0
         after = generate(model, ids, max_new_tokens=NEW)[:, ids.shape[1] :]
-    finally:
-        Thresholds.remove(model)
     loss = torch.nn.functional.cross_entropy(scores[:, :-1].mT, ids[:, 1:], reduction="none").mean(1) / math.log(2)
-    texts = [bytes(row).decode("utf-8", "replace") for row in after.tolist()]
-    first = layers.layers[0].layer
-    size, gated, itemsize = first.up.weight.shape[1], first.gate is not None, first.up.weight.element_size()
-    return Read(torch.stack(kept, 2).numpy(), loss.tolist(), texts, size, gated, itemsize)
+    texts = [bytes(row).decode("utf-8", "replace") for row in after[row_of].tolist()]
+    up, gated = model.layers[0].mlp.up_proj.weight, model.config.gated
+    return Read(kept[row_of].numpy(), loss[row_of].tolist(), texts, up.shape[1], gated, up.element_size())
+
+
+@contextmanager
+def _watched(modules: list[nn.Module], change: Callable[[int, Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """Have what these modules give changed, by their numbers, and appended to a list."""
+    seen: list[Tensor] = []
+
+    def hook(number: int, out: Tensor) -> Tensor:
+        seen.append(change(number, out))
+        return seen[-1]
+
+    hooks = [
+        module.register_forward_hook(lambda _, __, out, number=number: hook(number, out))
+        for number, module in enumerate(modules)
+    ]
+    try:
+        yield seen
+    finally:
+        for one in hooks:
+            one.remove()
 
 
 # ---- times ----
@@ -133,7 +150,7 @@ def times(device: str = "cpu", size: tuple[int, int] = SIZE, shares: tuple[float
     d_model, d_ff = size
     dtype = clocks.dtype_for(device)
     layer, inputs = clocks.workload(1, d_model, d_ff, shares[-1] * d_ff, "uniform", dtype, device)
-    sparse, calls, fires = SparseFFN.from_module(copy.deepcopy(layer).eval()), {}, {}
+    sparse, calls, fires = SparseFFN(copy.deepcopy(layer).eval(), probed=False), {}, {}
     x = inputs[0]
     gate = layer.gate_proj(x)[0].float()
     fixed = (

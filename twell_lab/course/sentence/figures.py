@@ -100,8 +100,8 @@ def move(figure: go.Figure, view: dict) -> None:
     layout.xaxis3.tickvals, layout.xaxis3.ticktext = place, view["tokens"]
     rows = [("weights, this model", view["bytes"], view["dense_bytes"], size)]
     rows += [(where, took, dense, ms) for where, took, dense in view["times"]]
-    part.x = [None if now is None else 100 * now / dense for _, now, dense, _ in rows]
-    rest.x = [None if share is None else max(0, 100 - share) for share in part.x]
+    shares = [None if now is None else 100 * now / dense for _, now, dense, _ in rows]
+    part.x, rest.x = shares, [None if share is None else max(0, 100 - share) for share in shares]
     part.y = rest.y = layout.yaxis2.tickvals = list(range(len(rows)))
     layout.yaxis2.ticktext = ["<br>".join([*textwrap.wrap(name, 20), f"<b>{of(*row)}</b>"]) for name, *row in rows]
     for line, values in zip(losses, view["losses"].values(), strict=True):
