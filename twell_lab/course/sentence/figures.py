@@ -56,7 +56,9 @@ def picture(view: dict) -> go.Figure:
     figure.update_yaxes(autorange="reversed", tickvals=middles, ticktext=names, showgrid=False, row=1, col=1)
     figure.update_xaxes(tickangle=0, tickfont={"size": 10, "family": "monospace"}, showgrid=False, row=2, col=1)
     figure.update_yaxes(nticks=4, row=2, col=1)
-    figure.update_xaxes(range=[0, 100], tickvals=[0, 50, 100], ticksuffix="%", row=1, col=2)
+    figure.update_xaxes(
+        range=[0, 100], tickvals=[0, 50, 100], ticktext=["0", "half", "dense"], tickangle=0, row=1, col=2
+    )
     figure.update_yaxes(autorange="reversed", automargin=False, showgrid=False, row=1, col=2)
     cuts = [percent(cut) for cut in view["cuts"]]
     figure.update_xaxes(tickvals=list(range(len(cuts))), ticktext=cuts, tickfont_size=10, tickangle=0, row=2, col=2)
@@ -98,6 +100,7 @@ def move(figure: go.Figure, view: dict) -> None:
     fire.y, cut.y = view["fires"], [whole - now for whole, now in zip(view["whole"], view["fires"])]
     here.x, here.y = [view["token"]], [0]
     layout.xaxis3.tickvals, layout.xaxis3.ticktext = place, view["tokens"]
+    layout.xaxis3.range = [-0.6, len(place) - 0.4]
     rows = [("weights, this model", view["bytes"], view["dense_bytes"], size)]
     rows += [(where, took, dense, ms) for where, took, dense in view["times"]]
     shares = [None if now is None else 100 * now / dense for _, now, dense, _ in rows]
@@ -112,5 +115,5 @@ def move(figure: go.Figure, view: dict) -> None:
     letter = view["tokens"][view["token"]]
     layout.annotations[0].text = f"token {view['token']}, “{letter}”: {fires}, {silenced}, of {states.size:,} neurons"
     # The sentence, and bold what the model wrote after it.
-    lines = textwrap.wrap(f"{view['sentence']}\0{view['text']}", _LINE, drop_whitespace=False)[:3]
+    lines = textwrap.wrap(f"{view['sentence']}\0{view['text']}", _LINE)[:3]
     layout.annotations[-1].text = html.escape("\n".join(lines)).replace("\n", "<br>").replace("\0", "<b>") + "</b>"
