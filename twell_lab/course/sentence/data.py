@@ -250,7 +250,7 @@ def view(sentence: Sentence, rows: list[Row], name: str, cut: float = 0.0, token
 
 def said(view: dict) -> str:
     """Return what a view shows, in a line."""
-    more = view["loss"] - view["losses"][view["name"]][0]
+    more = round(view["loss"] - view["losses"][view["name"]][0], 2) + 0.0  # never -0.00
     how = f"{percent(view['cut'])} cut" if view["cut"] else "nothing cut"
     cost = f"loss {view['loss']:.2f} bits a token ({more:+.2f} by the cut)"
     return f"{view['name']}, {how}: {view['share']:.1%} of the neurons fire; {cost}"

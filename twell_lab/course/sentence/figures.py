@@ -49,7 +49,7 @@ def picture(view: dict) -> go.Figure:
     figure.add_scatter(mode="markers", marker=here, hoverinfo="skip", row=2, col=2)
 
     plots.styled(figure, "", height=600).update_layout(barmode="stack", showlegend=False)
-    figure.update_layout(margin={"t": 82, "b": 84, "l": 58, "r": 14}, bargap=0.12)
+    figure.update_layout(margin={"t": 82, "b": 84, "l": 58, "r": 24}, bargap=0.12)
     figure.update_xaxes(visible=False, row=1, col=1)
     middles = [lines * layer + (lines - 1) / 2 for layer in range(layers)]
     names = [f"layer {layer}" for layer in range(layers)]
@@ -57,7 +57,7 @@ def picture(view: dict) -> go.Figure:
     figure.update_xaxes(tickangle=0, tickfont={"size": 10, "family": "monospace"}, showgrid=False, row=2, col=1)
     figure.update_yaxes(nticks=4, row=2, col=1)
     figure.update_xaxes(
-        range=[0, 100], tickvals=[0, 50, 100], ticktext=["0", "half", "dense"], tickangle=0, row=1, col=2
+        range=[0, 100], tickvals=[0, 50, 100], ticktext=["0", "half", "dense"], ticklabeloverflow="allow", row=1, col=2
     )
     figure.update_yaxes(autorange="reversed", automargin=False, showgrid=False, row=1, col=2)
     cuts = [percent(cut) for cut in view["cuts"]]
