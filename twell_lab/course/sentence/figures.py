@@ -63,12 +63,12 @@ def picture(view: dict) -> go.Figure:
     cuts = [percent(cut) for cut in view["cuts"]]
     figure.update_xaxes(tickvals=list(range(len(cuts))), ticktext=cuts, tickfont_size=10, tickangle=0, row=2, col=2)
     paper = {"xref": "paper", "yref": "paper", "yanchor": "bottom"}
-    models = ", ".join(_key(colour, name) for name, colour in zip(view["losses"], _LINES))
+    models = " ".join(_key(colour, name) for name, colour in zip(view["losses"], _LINES))
     texts = (
         "",
         f"along the sentence: {', '.join(_key(COLOURS[state], word) for state, word in STATES)}",
         "a token reads; a layer of {:,} x {:,} takes".format(*SIZE),
-        f"loss, bits a token: {models}",
+        f"loss: {models}",
     )
     for text, axes in zip(texts, "1324", strict=True):
         x, y = (figure.layout[f"{letter}axis{axes.strip('1')}"].domain for letter in "xy")
@@ -106,7 +106,10 @@ def move(figure: go.Figure, view: dict) -> None:
     shares = [None if now is None else 100 * now / dense for _, now, dense, _ in rows]
     part.x, rest.x = shares, [None if share is None else max(0, 100 - share) for share in shares]
     part.y = rest.y = layout.yaxis2.tickvals = list(range(len(rows)))
-    layout.yaxis2.ticktext = ["<br>".join([*textwrap.wrap(name, 20), f"<b>{of(*row)}</b>"]) for name, *row in rows]
+    layout.yaxis2.ticktext = [
+        "<br>".join(textwrap.wrap(name, 20) + [f"<b>{line}</b>" for line in textwrap.wrap(of(*row), 20)])
+        for name, *row in rows
+    ]
     for line, values in zip(losses, view["losses"].values(), strict=True):
         line.x, line.y = list(range(len(values))), values
     point.x, point.y = [view["cuts"].index(view["cut"])], [view["loss"]]
