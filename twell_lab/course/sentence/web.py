@@ -13,7 +13,7 @@ import torch
 
 from .data import ACROSS, CUTS, SENTENCE, SIZE, Sentence, ms, of, percent, read, said, shipped, size, times, view
 
-SENTENCES = (SENTENCE, "“Then you must never tell him,” she said, and shut the door.")
+SENTENCES = (SENTENCE, "'Then you must never tell him,' she said, and shut the door.")
 
 
 @cache
