@@ -2,7 +2,8 @@
 shipped models read when it is drawn (course.sentence), whose script is the page's only one.
 
 Its text is in page.html.jinja, which puts the record's numbers in; this file picks rows, computes what several places
-need, and makes the sentences that depend on how the numbers compare. Needs no plotly.
+need, and makes the sentences that depend on how the numbers compare. Needs no plotly; without torch the models' part is
+left out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import jinja2
 
 from .. import records
 from ..core import RecordError, write_atomically
-from ..course.sentence import web
 from ..plots import decode, layer_names, percentiles, picked, series, share
 from .charts import Axis, Line, chart
 
@@ -73,7 +73,7 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
     return _PAGES.get_template("page.html.jinja").render(
         record=record,
         tour=tour,
-        sentence=web.fragment(),
+        sentence=_sentence(),
         without=without,
         sparse=sparse,
         rows=layer_table(tour),
@@ -104,6 +104,14 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
             "recorded": draw_speeds("Recorded: a layer of 2,048 x 5,632, weights drawn", beside),
         },
     )
+
+
+def _sentence() -> str:
+    try:
+        from ..course.sentence import web
+    except ImportError:
+        return ""
+    return web.fragment()
 
 
 def render_file(path: str | Path, folder: str | Path) -> Path:
