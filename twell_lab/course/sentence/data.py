@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -47,14 +48,13 @@ class Read:
     """What one model did with a sentence, at each of CUTS.
 
     kept: who fires, bool [cuts, tokens, layers, d_ff]. loss: bits a token of the sentence. texts: what it writes after
-    it. d_model, gated, itemsize: of its feed-forward layers."""
+    it. row: bytes of a neuron's weights in one matrix. matrices: whose rows a neuron needs once it fires."""
 
     kept: np.ndarray
     loss: list[float]
     texts: list[str]
-    d_model: int
-    gated: bool
-    itemsize: int
+    row: int
+    matrices: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +116,8 @@ def _read(model: LanguageModel, tokens: bytes) -> Read:
         after = generate(model, ids, max_new_tokens=NEW)[:, ids.shape[1] :]
     loss = torch.nn.functional.cross_entropy(scores[:, :-1].mT, ids[:, 1:], reduction="none").mean(1) / math.log(2)
     texts = [bytes(row).decode("utf-8", "replace") for row in after[row_of].tolist()]
-    up, gated = model.layers[0].mlp.up_proj.weight, model.config.gated
-    return Read(kept[row_of].numpy(), loss[row_of].tolist(), texts, up.shape[1], gated, up.element_size())
+    row = model.layers[0].mlp.up_proj.weight[0].nbytes
+    return Read(kept[row_of].numpy(), loss[row_of].tolist(), texts, row, 1 + model.config.gated)
 
 
 @contextmanager
@@ -125,19 +125,14 @@ def _watched(modules: list[nn.Module], change: Callable[[int, Tensor], Tensor]) 
     """Have what these modules give changed, by their numbers, and appended to a list."""
     seen: list[Tensor] = []
 
-    def hook(number: int, out: Tensor) -> Tensor:
+    def hook(number: int, module: nn.Module, args: tuple, out: Tensor) -> Tensor:
         seen.append(change(number, out))
         return seen[-1]
 
-    hooks = [
-        module.register_forward_hook(lambda _, __, out, number=number: hook(number, out))
-        for number, module in enumerate(modules)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for number, module in enumerate(modules):
+            hooks.enter_context(module.register_forward_hook(partial(hook, number)))
         yield seen
-    finally:
-        for one in hooks:
-            one.remove()
 
 
 # ---- times ----
@@ -151,27 +146,19 @@ def times(device: str = "cpu", size: tuple[int, int] = SIZE, shares: tuple[float
     dtype = clocks.dtype_for(device)
     layer, inputs = clocks.workload(1, d_model, d_ff, shares[-1] * d_ff, "uniform", dtype, device)
     sparse, calls, fires = SparseFFN(copy.deepcopy(layer).eval(), probed=False), {}, {}
-    x = inputs[0]
-    gate = layer.gate_proj(x)[0].float()
-    fixed = (
-        layer.gate_proj.weight[:, 0].float() * x[0, 0].float()
-    )  # what x's first number adds: each neuron's threshold
+    # x's first number moves the thresholds of all neurons, which are alike: multiplied, it lets each share fire.
+    (x, *_), first = inputs, layer.gate_proj.weight[:, 0].float()
+    rest = layer.gate_proj(x)[0].float() - first * x[0, 0]
     for share in shares:
-        # A larger first number silences more neurons. Halve the span of its factor until this share fires.
-        low, high = 0.0, 8.0
-        for _ in range(30):
-            factor = (low + high) / 2
-            firing = int((gate + (factor - 1) * fixed > 0).sum())
-            low, high = (factor, high) if firing > share * d_ff else (low, factor)
         given = x.clone()
-        given[0, 0] *= factor
+        given[0, 0] = -rest.quantile(1 - share) / first.mean()
         fires[share] = int((layer.gate_proj(given) > 0).sum()) / d_ff
         calls[share] = lambda turn, given=given: sparse(given)
     turns = {"dense": lambda turn: layer(x), **{str(share): call for share, call in calls.items()}}
     took = clocks.time_cuda(turns) if torch.device(device).type == "cuda" else clocks.time_cpu(turns, 0.5)
     middle = {name: clocks.quartiles(samples)[0] for name, samples in took.items()}
-    where = f"here, now: {_short(clocks.device_name(torch.device(device)))}"
-    here = [Row(where, fires[share], middle[str(share)], middle["dense"]) for share in shares]
+    where = clocks.device_name(torch.device(device)).removeprefix("NVIDIA ")
+    here = [Row(f"here, now: {where}", fires[share], middle[str(share)], middle["dense"]) for share in shares]
     return sorted(here, key=lambda row: row.share) + recorded(size)
 
 
@@ -184,13 +171,9 @@ def recorded(size: tuple[int, int] = SIZE) -> list[Row]:
             sizes = row.get("tokens"), row.get("d_model"), row.get("d_ff")
             how = row.get("kind"), row.get("path")
             if sizes == (1, *size) and how in (("inference", "planned"), ("map", "packed (TwELL)")):
-                where = f"{_short(row['device'])}, recorded {record.date[:10]}"
+                where = f"{row['device'].removeprefix('NVIDIA ')}, recorded {record.date[:10]}"
                 rows.append(Row(where, row["nnz"] / size[1], row["ms"], row["dense_ms"]))
     return sorted(rows, key=lambda row: (row.where, row.share))
-
-
-def _short(device: str) -> str:
-    return device.removeprefix("NVIDIA ")
 
 
 def _between(rows: list[Row], share: float) -> tuple[float, float] | None:
@@ -220,11 +203,8 @@ def view(sentence: Sentence, rows: list[Row], name: str, cut: float = 0.0, token
         raise InputError(f"model {name!r}, cut {cut!r}, token {token!r}; accepted: those of the sentence and of CUTS")
     done, place = sentence.models[name], CUTS.index(cut)
     now, whole = done.kept[place], done.kept[0]
-    fires, neurons = now.sum((1, 2)), now[0].size
-    matrices = 3 if done.gated else 2
-    row = done.d_model * done.itemsize
+    fires, neurons, took = now.sum((1, 2)), now[0].size, []
     share = float(fires.mean() / neurons)
-    took = []
     for where in dict.fromkeys(row.where for row in rows):
         own = [row for row in rows if row.where == where]
         took.append((where, *(_between(own, share) or (None, own[-1].share))))
@@ -239,8 +219,8 @@ def view(sentence: Sentence, rows: list[Row], name: str, cut: float = 0.0, token
         "fires": fires.tolist(),
         "whole": np.maximum(whole.sum((1, 2)), fires).tolist(),
         "share": share,
-        "bytes": int(row * (neurons + (matrices - 1) * fires.mean())),
-        "dense_bytes": row * neurons * matrices,
+        "bytes": int(done.row * neurons * (1 + done.matrices * share)),
+        "dense_bytes": done.row * neurons * (1 + done.matrices),
         "times": took,
         "losses": {other: found.loss for other, found in sentence.models.items()},
         "loss": done.loss[place],

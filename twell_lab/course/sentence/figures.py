@@ -21,14 +21,8 @@ _LINES = (plots.GREY, plots.BLUE, plots.GREEN, plots.PURPLE)  # of the models' l
 
 def picture(view: dict) -> go.Figure:
     """Draw a view, 600 pixels high."""
-    figure = make_subplots(
-        rows=2,
-        cols=2,
-        column_widths=[0.58, 0.42],
-        row_heights=[0.6, 0.4],
-        horizontal_spacing=0.2,
-        vertical_spacing=0.18,
-    )
+    parts = {"column_widths": [0.58, 0.42], "row_heights": [0.6, 0.4]}
+    figure = make_subplots(rows=2, cols=2, horizontal_spacing=0.2, vertical_spacing=0.18, **parts)
     (layers, d_ff), place = view["states"].shape, list(range(len(view["tokens"])))
     squares(figure, _cells(view), COLOURS, row=1, col=1, xgap=1, ygap=1, hoverinfo="skip")
     lines = -(-d_ff // ACROSS)

@@ -34,20 +34,13 @@ def fragment() -> str:
 
 def _sentence(sentence: Sentence, rows: list) -> dict:
     """Return a sentence as the script takes it: of each model its sizes, who fires (bits of [cuts, tokens, neurons],
-    compressed), and what each cut does."""
+    compressed), its losses, and what each cut does."""
     models = []
     for name, done in sentence.models.items():
         views = [view(sentence, rows, name, cut) for cut in CUTS]
-        bits = zlib.compress(np.packbits(done.kept).tobytes(), 9)
-        models.append(
-            {
-                "layers": done.kept.shape[2],
-                "d_ff": done.kept.shape[3],
-                "bits": base64.b64encode(bits).decode(),
-                "loss": done.loss,
-                "cuts": [_cut(shown) for shown in views],
-            }
-        )
+        bits = base64.b64encode(zlib.compress(np.packbits(done.kept).tobytes(), 9)).decode()
+        sizes = {"layers": done.kept.shape[2], "d_ff": done.kept.shape[3]}
+        models.append({**sizes, "bits": bits, "loss": done.loss, "cuts": [_cut(shown) for shown in views]})
     return {"text": views[0]["sentence"], "tokens": views[0]["tokens"], "models": models}
 
 
@@ -56,10 +49,5 @@ def _cut(view: dict) -> dict:
     bars = [("weights that this model reads", view["bytes"], view["dense_bytes"], size)]
     made = "the machine that made this page"
     bars += [(where.replace("here, now", made), took, dense, ms) for where, took, dense in view["times"]]
-    return {
-        "said": said(view),
-        "text": view["text"],
-        "fires": view["fires"],
-        "whole": view["whole"],
-        "bars": [[name, of(*row), None if row[0] is None else row[0] / row[1]] for name, *row in bars],
-    }
+    shown = [[name, of(*row), None if row[0] is None else row[0] / row[1]] for name, *row in bars]
+    return {"said": said(view), "bars": shown} | {name: view[name] for name in ("text", "fires", "whole")}
