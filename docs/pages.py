@@ -20,6 +20,8 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import CudaLexer
 
+from twell_lab.course.sentence import web
+
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md")  # of docs/: pages of their own
 ELSEWHERE = "https://unpkg.com/iframe-worker/shim"
@@ -36,6 +38,7 @@ FORMULA = re.compile(r"(\$\$?)([^$]+)\1")
 UNSOUGHT = re.compile(r'(<span class="notice"|<div class="clipboard-copy-txt"|<div class="celltoolbar")')
 # Links of the page of what is not there, which the theme writes for the root of a server.
 ROOTED = re.compile(r'((?:href|src)="|"search": "|new URL\(")/')
+STILL = re.compile(r"<p><em>In JupyterLab there is something to move here[^<]*</em></p>")  # notebooks/store.py's words
 ASTRAY = (
     '<p>There is no such page. <a href="index.html">The first page</a> leads to the others, as does the search.</p>'
 )
@@ -69,7 +72,8 @@ def on_files(files, config):
 def on_page_content(html, page, config, files):
     """Notebooks: pictures get the words that are stored with them, Colab's badge becomes its words, links lead to
     pages instead of notebooks, formulas are MathML, which needs no script, a kernel that a cell writes to a file has
-    the colours of CUDA, and search and the table of contents know the headings as the page has them."""
+    the colours of CUDA, the first widget of notebook 00 moves, and search and the table of contents know the headings
+    as the page has them."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
 
@@ -88,6 +92,8 @@ def on_page_content(html, page, config, files):
     for signs, formula in dict.fromkeys(FORMULA.findall("\n".join(texts))):
         display = "block" if signs == "$$" else "inline"
         html = html.replace(escape(signs + formula + signs, quote=False), convert(formula, display=display))
+    if page.file.src_uri.endswith("/00-start-here.ipynb"):  # the page's own copy of the widget moves without a kernel
+        html = STILL.sub(lambda _: web.fragment(), html, count=1)
     outputs = [output for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
     words = iter([output["metadata"].get("image/png", {}).get("alt", "") for output in outputs])
     return WORDLESS.sub(lambda _: f'alt="{escape(next(words))}"', html)

@@ -27,7 +27,6 @@ from twell_lab.course.roofline import data as roofline
 from twell_lab.course.roofline import figures as roofline_figures
 from twell_lab.course.sparsity_map import figures as sparsity_figures
 from twell_lab.course.speedups import figures as speedup_figures
-from twell_lab.course.thresholds import figures as threshold_figures
 
 
 def point(way, model, density, change, where=HERE):
@@ -46,24 +45,6 @@ RUNS = {
         "history": [{"step": 1, "nnz": 50.0}, {"step": 9, "nnz": 100 * share}],
     }
     for name, share, bits in (("no L1", 0.5, 3.0), ("seed", 0.5, 3.1), ("L1", 0.02, 2.9))
-}
-VIEW = {
-    "what": "made-up numbers",
-    "gpu": "L4",
-    "sparsity": 0.5,
-    "layers": ["layer 0", "layer 1"],
-    "density": [0.5, 0.25],
-    "error": [0.125, 0.0625],
-    "overflow": [1.0, 0.5],
-    "path": ["dense", "twell"],
-    "us": [20.0, 8.0],
-    "dense_us": [20.0, 21.0],
-    "plain_us": [20.0, 15.0],
-    "loss": 0.02,
-    "measured": False,
-    "points": [(0.0, 0.0, 0.0, 0.0), (0.75, 0.03, 0.01, 0.06)],
-    "step": {"device": "CPU", "ms": 2.5, "dense_ms": 2.25},
-    "steps": [(0.5, 3.0, 2.5, 4.0, 2.0), (0.75, 2.5, 2.375, 2.75, 2.25)],
 }
 DENSITIES = [
     {"density": density, "path": path, "x_dense": 2.0, "ms": 1.0, "dense_ms": 2.0}
@@ -114,18 +95,6 @@ SHOWN = {
         {None: [0.9, 0.62, 0.58, 0.56, 0.52, 0.5]},
     ),
     "products": (lambda: sparsity_figures.beside_dense(PRODUCTS), {"CSR": [2.0, 4.0], "ELL": [0.5]}),
-    "thresholds": (
-        lambda: threshold_figures.picture(VIEW),
-        {
-            "kept behind the gate": [50, 25],
-            "error": [12.5, 6.25],
-            "overflow": [100, 50],
-            "the dense layer": [20, 21],
-            "measured": [0, 0.03],
-            "with thresholds": [3, 2.5],
-            "without": [2, 2.25],
-        },
-    ),
     "runs": (lambda: training.figures.density_against_loss(RUNS, again="seed"), {None: [3.0, 3.1, 2.9]}),
 }
 

@@ -1,6 +1,5 @@
 """The widgets without a browser: wherever their sliders are, what is shown is the figure drawn anew for that place."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -12,17 +11,15 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from tests.models.thresholds.models_of import llama, tokens
 from tests.simulator import recorded
 from twell_lab import plots, simulator
 from twell_lab.core import InputError
 from twell_lab.course import (
     first_kernels,
-    measure,
     packing,
+    sentence,
     sparsity_map,
     sweep,
-    thresholds,
     training,
     widgets,
 )
@@ -31,28 +28,14 @@ from twell_lab.course.backward import figures as backward_figures
 from twell_lab.course.backward import widget as backward_widget
 from twell_lab.course.first_kernels.widget import StepExplorer
 from twell_lab.course.packing.widget import TileExplorer
+from twell_lab.course.sentence import figures as sentence_figures
+from twell_lab.course.sentence.widget import SentenceExplorer
 from twell_lab.course.sparsity_map.widget import WeightExplorer
-from twell_lab.course.thresholds.widget import ThresholdExplorer
-from twell_lab.ops.reference import GatedFeedForward
+from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.simulator.trace import Trace
 from twell_lab.training.sweep import pressed
 
 MOST = 40_000  # bytes to the page for one move: several times what the largest of these widgets sends
-
-
-@cache
-def gate_thresholds() -> dict:
-    torch.manual_seed(0)
-    return measure.threshold_sweep(GatedFeedForward(32, 64), torch.randn(20, 32), [0.0, 0.25, 0.5, 0.75, 1.0])
-
-
-def threshold_explorer() -> widgets.Explorer:
-    return widgets.Explorer(
-        measure.figures.threshold(gate_thresholds()),
-        lambda figure, index: measure.figures.move_threshold(figure, gate_thresholds(), index),
-        [(f"{row['threshold']:.2f}", row["threshold"]) for row in gate_thresholds()["rows"]],
-        "threshold on the gate",
-    )
 
 
 @cache
@@ -99,14 +82,13 @@ def weighed() -> sparsity_map.data.Weighed:
 
 
 @cache
-def once() -> thresholds.data.Counted:
-    model = llama(intermediate_size=300, num_hidden_layers=2)
-    return thresholds.count("random weights", model, tokens(10), tokens(6, seed=7), sparsities=(0.3, 0.6))
+def spoken() -> sentence.data.Sentence:
+    torch.manual_seed(0)
+    sizes = ModelConfig(d_model=16, layers=2, heads=2, d_ff=150, context=128)
+    return sentence.read({"one": LanguageModel(sizes), "another": LanguageModel(sizes)}, "A short line.")
 
 
-def counted() -> thresholds.data.Counted:
-    """With nothing measured yet but the losses at 0.3 and 0.6."""
-    return dataclasses.replace(once(), losses=dict(once().losses), steps={})
+TIMED = [sentence.data.Row("here", share, 1 + share, 2.0) for share in (0.01, 0.3)]
 
 
 class Case(NamedTuple):
@@ -122,11 +104,6 @@ def places(*values, slider="slider") -> list:
 
 
 WIDGETS = {
-    "threshold": Case(
-        threshold_explorer,
-        lambda shown: measure.figures.threshold(gate_thresholds(), shown.index),
-        places(0.5, 1.0, 0.0),
-    ),
     "capacity": Case(
         lambda: backward_widget.capacity_explorer(capacities()),
         lambda shown: backward_figures.capacity(capacities(), shown.index),
@@ -179,10 +156,10 @@ WIDGETS = {
         lambda shown: sparsity_map.figures.picture(sparsity_map.view(weighed(), shown.slider.value)),
         places(0.1, 0.0, 3.0),
     ),
-    "sparsity": Case(
-        lambda: ThresholdExplorer(counted()),
-        lambda shown: thresholds.figures.picture(thresholds.view(shown.counted, shown.slider.value)),
-        places(0.3, 0.47, 0.9, 0.0),
+    "sentence": Case(
+        lambda: SentenceExplorer(spoken(), TIMED),
+        lambda shown: sentence_figures.picture(shown.view),
+        [*places(0.9, 0.995, 0.0, slider="cut"), *places("another", slider="model"), *places(3, 12, slider="token")],
     ),
 }
 
@@ -243,9 +220,9 @@ def test_without_anywidget_the_figure_is_drawn_anew(monkeypatch):
         raise ImportError("Please install anywidget to use the FigureWidget class")
 
     monkeypatch.setattr(go, "FigureWidget", refuse)
-    shown = threshold_explorer()
-    shown.slider.value = 0.75
-    assert shown._canvas is not None and shown.index == 3
+    shown = backward_widget.capacity_explorer(capacities())
+    shown.slider.value = 140
+    assert shown._canvas is not None and shown.index == 2
 
 
 def test_without_ipywidgets_a_sentence_says_what_to_install():
@@ -323,54 +300,34 @@ def test_odd_gates_have_their_tile():
     assert not TileExplorer(trained).gate.requires_grad and trained.grad is None
 
 
-# ---- the button that measures ----
+# ---- a sentence ----
 
 
-def test_a_move_runs_no_model_and_the_button_measures_here_once():
-    shown, ran = ThresholdExplorer(counted()), []
-    hook = shown.counted.model.register_forward_pre_hook(lambda module, args: ran.append(module))
-    shown.slider.value = 0.45
-    assert not ran and not shown.view["measured"] and shown.button.description == "measure here"
-    shown.button.click()
-    assert ran and shown.view["measured"] and shown.view["step"]["ms"] > 0
-    measured = next(line for line in shown.figure.data if line.name == "measured")
-    assert list(measured.x) == [0, 30, 45, 60]
-    view = shown.view
-    ran.clear()
-    shown.button.click()
-    hook.remove()
-    assert not ran and shown.view == view and shown.button.description == "measured here"
-    shown.slider.value = 0.46
-    assert shown.button.description == "measure here"
+def test_a_drag_runs_no_model_and_another_sentence_has_each_read_it(monkeypatch):
+    shown, ran = SentenceExplorer(spoken(), TIMED), []
+    forward = LanguageModel.forward
+    monkeypatch.setattr(LanguageModel, "forward", lambda model, ids: ran.append(model) or forward(model, ids))
+    for slider, value in WIDGETS["sentence"].moves:
+        getattr(shown, slider).value = value
+    assert not ran
+    shown.text.value = "Two."
+    assert ran and shown.view["sentence"] == "Two." and shown.view["token"] == shown.token.max == shown.play.max == 3
+    assert list(shown.figure.layout.xaxis3.ticktext) == ["T", "w", "o", "."]
+    assert shows(shown.figure) == shows(sentence_figures.picture(shown.view))
 
 
-def test_a_press_while_it_measures_does_nothing_and_a_move_is_drawn(monkeypatch):
-    """As a second thread of the kernel would have it; and the button keeps the keyboard's focus, so is not disabled."""
-    shown, measured = ThresholdExplorer(counted()), []
-
-    def measure(counted, sparsity):
-        measured.append(sparsity)
-        assert shown.button.description == "measuring ..." and not shown.button.disabled
-        shown.button.click()
-        shown.slider.value = 0.2
-        assert shown.view["sparsity"] == 0.2 and shown.button.description == "measuring ..."
-        counted.losses[sparsity] = counted.losses[0.3]
-
-    monkeypatch.setattr(thresholds.data, "measure", measure)
-    shown.slider.value = 0.5
-    shown.button.click()
-    assert measured == [0.5] == [*shown.counted.steps]
-    assert shown.view["sparsity"] == 0.2 and shown.button.description == "measure here"
-
-
-@pytest.mark.parametrize("verb", ["measure", "clock"])
-def test_a_measurement_that_fails_leaves_the_button_as_it_was(monkeypatch, verb):
-    shown = ThresholdExplorer(counted())
-    with monkeypatch.context() as patch:
-        patch.setattr(thresholds.data, verb, lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            shown.measure()
-    assert not shown.button.disabled and shown.button.description == "measure here"
-    assert shown.view["measured"] == (verb == "clock")  # what was measured before it is drawn
-    shown.measure()
-    assert shown.button.description == "measured here"
+@pytest.mark.parametrize(
+    ("text", "said", "tokens"),
+    [
+        ("", "two or more", 13),
+        (" \n ", "two or more", 13),
+        ("\udc80 half", "half a character", 13),
+        ("été", "é is read as 2", 5),
+        ("word " * 300, "first 64 of 1,499", 64),
+    ],
+)
+def test_what_is_odd_about_a_sentence_is_said_in_a_line(text, said, tokens):
+    shown = SentenceExplorer(spoken(), TIMED)
+    shown.text.value = text
+    assert said in shown.note.value and "\n" not in shown.note.value
+    assert len(shown.sentence.tokens) == tokens == len(shown.view["fires"])

@@ -1,7 +1,9 @@
-"""The tour's page: one small HTML file without scripts that opens without a network, made of a tour's record alone.
+"""The tour's page: one small HTML file that opens without a network, made of a tour's record, and of sentences that the
+shipped models read when it is drawn (course.sentence), whose script is the page's only one.
 
 Its text is in page.html.jinja, which puts the record's numbers in; this file picks rows, computes what several places
-need, and makes the sentences that depend on how the numbers compare. Needs neither torch nor plotly.
+need, and makes the sentences that depend on how the numbers compare. Needs no plotly; without torch the models' part is
+left out.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
     return _PAGES.get_template("page.html.jinja", globals={made.__name__: made for made in functions}).render(
         record=record,
         tour=tour,
+        sentence=_sentence(),
         without=without,
         sparse=sparse,
         rows=layer_table(tour),
@@ -92,6 +95,14 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
         devices=sorted({cpu if records.is_cpu(row["device"]) else row["device"] for row in record.rows}),
         wide=wide,
     )
+
+
+def _sentence() -> str:
+    try:
+        from ..course.sentence import web
+    except ImportError:
+        return ""
+    return web.fragment()
 
 
 def render_file(path: str | Path, folder: str | Path) -> Path:

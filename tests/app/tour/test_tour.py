@@ -130,13 +130,13 @@ class Loads(HTMLParser):
             self.inside = None
 
 
-def test_the_page_is_small_and_needs_neither_network_nor_scripts(taken):
+def test_the_page_is_small_and_needs_no_network(taken):
     text = (taken[1] / "index.html").read_text(encoding="utf-8")
     loads = Loads(text)
-    assert len(text) < 300_000 and loads.fetched == [] and not loads.scripts
-    (style,) = re.findall("<style>(.*?)</style>", text, re.DOTALL)
+    assert len(text) < 1_500_000 and loads.fetched == [] and loads.scripts == 2  # one of them is data
+    style = "".join(re.findall("<style>(.*?)</style>", text, re.DOTALL))
     assert "url(" not in style and "@import" not in style
-    assert "default-src 'none'" in text and "script-src" not in text
+    assert "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">" in text
     assert loads.figures == FIGURES
 
 

@@ -1,14 +1,11 @@
 """The measurements of the first notebooks: right results whatever the clock says, verdicts from made-up numbers."""
 
-import math
-
 import pytest
 import torch
 
 from tests.course import recorded_rows as made
 from twell_lab.bench.comparison import DENSITY, scattered
 from twell_lab.course.measure import data as measure
-from twell_lab.ops.reference import GatedFeedForward
 
 
 def table(**speeds) -> list[dict]:
@@ -69,19 +66,6 @@ def test_stale_times_of_a_layer_make_way_for_what_an_inference_record_has_of_the
 
 
 LAYER = {"path": "forced twell", "tokens": 1, "ms": 0.02, "dense": 0.04}
-
-
-def test_threshold_sweep_counts_what_it_says():
-    torch.manual_seed(1)
-    layer, x = GatedFeedForward(24, 48), torch.randn(10, 24)
-    sweep = measure.threshold_sweep(layer, x, [0.0, 0.3, 9.0])
-    with torch.no_grad():
-        gate = layer.gate_proj.double()(x.double())
-    first, second, last = sweep["rows"]
-    assert first["nnz"] == (gate > 0).sum(1).double().mean() and first["error"] == 0
-    assert second["nnz"] == (gate > 0.3).sum(1).double().mean() and 0 < second["error"] < 1
-    assert (last["nnz"], last["weights"]) == (0, 1 / 3) and math.isclose(last["error"], 1)
-    assert sum(sweep["counts"]) == (gate > 0).sum()
 
 
 def test_cutting_a_trained_model_costs_more_and_more():

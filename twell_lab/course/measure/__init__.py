@@ -14,7 +14,6 @@ from .data import (
     recorded_calls,
     recorded_layers,
     relative_error,
-    threshold_sweep,
     turning,
     weights_or_activations,
 )

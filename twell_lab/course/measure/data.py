@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ... import core
 from ...bench.comparison import FORMATS, quantile
@@ -243,34 +242,3 @@ def cut_trained(sparsities: tuple[float, ...] = (0.98, 0.99, 0.995), windows: in
             }
         )
     return made
-
-
-def threshold_sweep(layer, x: Tensor, thresholds: list[float]) -> dict:
-    """Return what a threshold on the gate does to one gated layer: only gate values above it are kept.
-
-    layer: a gated feed-forward module; x: [tokens, d_model]. Returns a dict: d_ff; tokens; edges and counts of a
-    histogram of the positive gate values; rows, one for each threshold: {threshold, nnz (mean), density, error
-    (relative, against threshold 0), weights (the share of the weights that a token has to read: all of the gate, and
-    for each firing neuron a row of up and a column of down)}.
-    """
-    with torch.inference_mode():
-        wide = x.double()
-        gate = linear(wide, layer.gate_proj.weight.double())
-        up, down = linear(wide, layer.up_proj.weight.double()), layer.down_proj.weight.double()
-        exact = linear(gate.relu() * up, down)
-        d_ff, rows = gate.shape[1], []
-        for threshold in thresholds:
-            kept = torch.where(gate > threshold, gate, 0.0).relu()
-            nnz = float((kept > 0).sum(1).double().mean())
-            rows.append(
-                {
-                    "threshold": threshold,
-                    "nnz": nnz,
-                    "density": nnz / d_ff,
-                    "error": relative_error(linear(kept * up, down), exact),
-                    "weights": (d_ff + 2 * nnz) / (3 * d_ff),
-                }
-            )
-        positive = gate[gate > 0].cpu()
-        counts, edges = torch.histogram(positive, bins=60, range=(0.0, float(positive.max())))
-    return {"d_ff": d_ff, "tokens": x.shape[0], "edges": edges.tolist(), "counts": counts.tolist(), "rows": rows}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from ... import plots
 from ...ops.clock import quartiles
-from ..drawing import row_at, say, squares
+from ..drawing import say, squares
 from .data import ms
 
 LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE, "ELL": plots.BLUE}
@@ -115,61 +114,3 @@ def against_density(table: list[dict], title: str, recorded: list[dict] | None =
     lines = -(-len(figure.data) // 2)
     figure = plots.styled(figure, title, height=400 + 20 * lines)
     return figure.update_layout(legend={"yanchor": "top", "y": -0.18, "x": 0}, margin={"b": 70 + 20 * lines, "r": 60})
-
-
-def threshold(sweep: dict, index: int = 0) -> go.Figure:
-    """Return what a threshold on the gate does: the gate values it keeps, and the error against the weights read.
-
-    sweep: what `data.threshold_sweep` returned; index: which of its rows to mark.
-    """
-    figure = make_subplots(
-        rows=1,
-        cols=2,
-        horizontal_spacing=0.14,
-        subplot_titles=["gate values above zero; the kept ones blue", "each threshold: weights read, error made"],
-    )
-    middles = [(a + b) / 2 for a, b in zip(sweep["edges"], sweep["edges"][1:], strict=False)]
-    rows = sweep["rows"]
-    figure.add_bar(
-        x=middles, y=sweep["counts"], showlegend=False, hovertemplate="gate %{x:.2f}: %{y}<extra></extra>", row=1, col=1
-    )
-    figure.add_scatter(
-        x=[100 * row["weights"] for row in rows],
-        y=[100 * row["error"] for row in rows],
-        mode="lines",
-        line={"color": plots.GREY},
-        showlegend=False,
-        hoverinfo="skip",
-        row=1,
-        col=2,
-    )
-    figure.add_scatter(
-        x=[0],
-        y=[0],
-        mode="markers",
-        marker={"size": 13, "color": plots.RED},
-        showlegend=False,
-        hovertemplate="%{x:.0f}% of the weights, %{y:.1f}% error<extra></extra>",
-        row=1,
-        col=2,
-    )
-    figure.update_xaxes(title_text="gate value before the ReLU", row=1, col=1)
-    figure.update_yaxes(title_text=f"how many, over {sweep['tokens']} tokens", row=1, col=1)
-    figure.update_xaxes(title_text="weights read for a token, % of the layer's", row=1, col=2)
-    figure.update_yaxes(title_text="error of the output, %", rangemode="tozero", row=1, col=2)
-    figure = plots.styled(figure, "", height=400).update_layout(bargap=0.05, margin_t=90)
-    figure.update_annotations(font_size=12)
-    move_threshold(figure, sweep, index)
-    return figure
-
-
-def move_threshold(figure: go.Figure, sweep: dict, index: int) -> None:
-    """Mark another row of the sweep in a figure that `threshold` made (a FigureWidget of it too)."""
-    row, edges = row_at(sweep["rows"], index, "thresholds"), sweep["edges"]
-    kept = [low >= row["threshold"] for low in edges[:-1]]
-    figure.data[0].marker.color = [plots.BLUE if on else plots.FAINT for on in kept]
-    figure.data[2].x, figure.data[2].y = [100 * row["weights"]], [100 * row["error"]]
-    figure.layout.title.text = (
-        f"Threshold {row['threshold']:.2f}: {row['nnz']:.0f} of {sweep['d_ff']} fire, "
-        f"{row['weights']:.0%} of the weights read, error {row['error']:.1%}"
-    )
