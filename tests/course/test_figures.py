@@ -150,7 +150,6 @@ NOTHING = {
     "parts": lambda: hopper_figures.parts([]),
     "against nnz": lambda: hopper_figures.against_nnz([]),
     "cells": lambda: hopper_figures.loss_map([]),
-    "host's share": lambda: hopper_figures.host_share([]),
     "roofline": lambda: roofline_figures.roofline([], roofline.datasheet()),
     "versions": lambda: roofline_figures.versions([], 0.4),
     "zeros": lambda: sparsity_figures.by_zeros([]),
