@@ -26,9 +26,6 @@ from twell_lab.course import (
     training,
     widgets,
 )
-from twell_lab.course.backward import data as backward
-from twell_lab.course.backward import figures as backward_figures
-from twell_lab.course.backward import widget as backward_widget
 from twell_lab.course.first_kernels.widget import StepExplorer
 from twell_lab.course.packing.widget import TileExplorer
 from twell_lab.course.sparsity_map.widget import WeightExplorer
@@ -53,11 +50,6 @@ def threshold_explorer() -> widgets.Explorer:
         [(f"{row['threshold']:.2f}", row["threshold"]) for row in gate_thresholds()["rows"]],
         "threshold on the gate",
     )
-
-
-@cache
-def capacities() -> list[dict]:
-    return backward.capacity_sweep([5] * 24, 40, [0, 60, 140])
 
 
 RUNS = {
@@ -126,11 +118,6 @@ WIDGETS = {
         threshold_explorer,
         lambda shown: measure.figures.threshold(gate_thresholds(), shown.index),
         places(0.5, 1.0, 0.0),
-    ),
-    "capacity": Case(
-        lambda: backward_widget.capacity_explorer(capacities()),
-        lambda shown: backward_figures.capacity(capacities(), shown.index),
-        places(140, 60, 0),
     ),
     "run": Case(
         lambda: widgets.Explorer(

@@ -162,7 +162,7 @@ def test_what_is_wrong_is_named(name, judged, monkeypatch):
 
 # (step, what is wrong) -> (a change to its folded answer, words of what is said).
 WRONG_STEPS = {
-    ("one_tile", "no guard"): ("    if (c >= d_model) return;\n", "", "GlobalRace"),
+    ("one_tile", "no guard"): ("    if (c >= d_model) return;\n", "", "the simulator found a"),
     ("one_tile", "count as a value"): ("i = 1; i <= (int)word[0]", "i = 0; i < (int)word[0]", "is read as a value"),
     ("one_tile", "all words"): ("i <= (int)word[0]", "i < words", "all words of a tile are read"),
     ("one_tile", "silent rows"): (
@@ -175,7 +175,7 @@ WRONG_STEPS = {
         "(word_column",
         "column within a tile is taken",
     ),
-    ("all_tiles", "words of the first tile"): ("* tiles + t) * words", "* tiles) * words", "should be"),
+    ("all_tiles", "words of the first tile"): ("* tiles + t) * words", "* tiles) * words", "OutOfBounds"),
     ("wide_rows", "one pass"): (
         "c < d_model; c += THREADS",
         "c < THREADS && c < d_model; c += THREADS",
@@ -189,7 +189,11 @@ WRONG_STEPS = {
         "What was used may be",
     ),
     ("full_tiles", "NaN lost"): ("fires(g[i])", "to_float(g[i]) > 0", "should be nan"),
-    ("full_tiles", "past the last tile"): ("i < tile_width(columns, tile, t)", "i < tile", "should be"),
+    ("full_tiles", "past the last tile"): (
+        "i < tile_width(columns, tile, t)",
+        "i < tile",
+        "the last is 100 columns wide",
+    ),
 }
 
 
@@ -354,7 +358,7 @@ def test_predicted_beside_measured_is_drawn_with_times_and_without(silver):
 )
 def test_the_answers_compile_for_every_gpu(arch, dtype):
     pytest.importorskip("cupy")
-    for text in in_the_notebook()[1:]:
+    for text in (*in_the_notebook()[1:], *step_answers().values()):
         assert gpu.compiled(text, arch, dtype)[:4] == b"\x7fELF"
     with pytest.raises(CompileError, match="down.cu"):
         gpu.compiled("int x = ;", arch, dtype)

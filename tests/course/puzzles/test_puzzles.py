@@ -233,7 +233,7 @@ WRONG = {
     ),
     ("add_bias", "no end of a row"): (
         lambda: changed("add_bias", ("row < rows && column < columns", "row < rows")),
-        "each place is one thread's.",
+        "thread x 8, y 0 of block x 1, y 0 read bias[40], out of bounds: there are 40.",
     ),
     ("add_bias", "no end of the rows"): (
         lambda: changed("add_bias", ("row < rows && column < columns", "column < columns")),
@@ -245,7 +245,7 @@ WRONG = {
             "const int c = blockIdx.x * blockDim.x + threadIdx.x;\nif (blockIdx.y || threadIdx.y || c >= columns) return;\n"
             "for (int r = 0; r < rows; ++r) out[r * columns + c] = x[r * columns + c] + bias[c];",
         ),
-        "each thread has one place of out, to be written once",
+        "thread 0 writes 4 places of out by itself",
     ),
     ("warp_dot", "all lanes write"): (
         lambda: changed("warp_dot", ("if (lane == 0) out", "out")),
@@ -253,7 +253,7 @@ WRONG = {
     ),
     ("warp_dot", "shuffle of the lanes with a value"): (
         lambda: changed("warp_dot", ("float sum = 0;", "float sum = 0;\n    if (lane >= width) return;")),
-        "and never come to it: let them come, too.",
+        "shuffles from lane 16, which takes no part in it",
     ),
     ("warp_dot", "shortcut"): (
         lambda: with_body(
@@ -276,7 +276,7 @@ WRONG = {
     ),
     ("gather_multiply", "no end of a row"): (
         lambda: changed("gather_multiply", ("c < width;", "c < 192;")),
-        "out of bounds",
+        "both write out[150]; each place is one thread's.",
     ),
     ("gather_multiply", "shortcut"): (
         lambda: with_body(
@@ -330,7 +330,7 @@ WRONG = {
     ),
     ("gemm_pack", "count that stops"): (
         lambda: changed("gemm_pack", ("words[0] = __popc(votes)", "words[0] = min(7, __popc(votes))")),
-        "should be 32; yours is 7.",
+        "The count stops where the words do.",
     ),
     ("gemm_pack", "NaN lost"): (
         lambda: changed("gemm_pack", ("!(sum <= 0)", "sum > 0")),
@@ -485,7 +485,7 @@ SLIPS = {
 }
 
 SLIPS |= {
-    ("add_bias", "whole numbers"): (INT, ("= x[row * columns + column] +", "= (int)x[row * columns + column] +")),
+    ("add_bias", "whole numbers"): ("", ("= x[row * columns + column] +", "= (int)x[row * columns + column] +")),
     ("add_bias", "no bias"): ("The bias is not added.", (" + bias[column]", "")),
     ("add_bias", "of the row"): (
         "The bias of the row is added, not that of the column.",

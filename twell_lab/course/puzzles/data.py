@@ -151,7 +151,7 @@ def in_words(fault: Fault, case: Case, has_barriers: bool = False) -> str:
         if _is(given):
             return f"{thread} {verb} {place}, out of bounds: there are {given.numel()}.{where}"
     if isinstance(fault, faults.GlobalRace) and fault.array:
-        atomics = fault.kernel in ("neuron_counts", "neuron_lists")  # which are about them
+        atomics = (fault.kernel, fault.array) in (("neuron_counts", "counts"), ("neuron_lists", "cursor"))
         if verb == "wrote" and " writes it" in str(fault):
             asked = " without an atomic."
             if not atomics:

@@ -31,7 +31,7 @@ BARRIER = Panel("__syncthreads(): nobody goes on before all have come")
 
 def picture(name: str) -> tuple[str, list[Panel]]:
     """(title, panels) of a puzzle."""
-    return _PICTURES[name]()
+    return PICTURES[name]()
 
 
 def _panel(caption: str, cells: Iterable[Cell], across: int = 32, labels: Iterable[str] | None = None) -> Panel:
@@ -246,7 +246,7 @@ def _gemm_tile() -> tuple[str, list[Panel]]:
     return "A block of 16 x 16 threads makes a tile of c, from strips of a and b, tile by tile", []
 
 
-_PICTURES = {
+PICTURES = {
     "map": _map,
     "guard": _guard,
     "grid_stride": _grid_stride,
