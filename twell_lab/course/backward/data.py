@@ -1,5 +1,5 @@
-"""The backward pass of a sparse layer, as notebook 11 computes it: a small layer, memory by tensor, and the least time of
-a training step. Nothing is drawn.
+"""The backward pass of a sparse layer, as notebook 11 computes it: a small layer, memory by tensor, and the least time
+of a training step. Nothing is drawn.
 
 A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T. dy is the gradient of the loss in y, and c * sum |h|
 is added to the loss.
