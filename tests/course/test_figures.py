@@ -119,7 +119,6 @@ NOTHING = {
     "parts": lambda: hopper_figures.parts([]),
     "against nnz": lambda: hopper_figures.against_nnz([]),
     "cells": lambda: hopper_figures.loss_map([]),
-    "host's share": lambda: hopper_figures.host_share([]),
     "roofline": lambda: roofline_figures.roofline([], roofline.datasheet()),
     "versions": lambda: roofline_figures.versions([], 0.4),
     "zeros": lambda: sparsity_figures.by_zeros([]),
@@ -185,7 +184,7 @@ def test_the_roofline_has_a_point_for_each_kernel_under_the_roof():
     assert roof.y[-1] == gpu["tensor_tflops"] and roof.y[0] == pytest.approx(0.3 * gpu["bandwidth_gb_s"] / 1e3)
 
 
-@pytest.mark.parametrize("name", puzzles.PUZZLES)
+@pytest.mark.parametrize("name", puzzles.pictures.PICTURES)
 def test_every_puzzle_has_a_picture_that_fits_a_page(name):
     figure = puzzles.figures.asked(name)
     assert figure.layout.title.text.startswith("Asked: ") and figure.layout.height <= 520

@@ -23,9 +23,6 @@ from twell_lab.course import (
     training,
     widgets,
 )
-from twell_lab.course.backward import data as backward
-from twell_lab.course.backward import figures as backward_figures
-from twell_lab.course.backward import widget as backward_widget
 from twell_lab.course.first_kernels.widget import StepExplorer
 from twell_lab.course.packing.widget import TileExplorer
 from twell_lab.course.sentence import figures as sentence_figures
@@ -36,11 +33,6 @@ from twell_lab.simulator.trace import Trace
 from twell_lab.training.sweep import pressed
 
 MOST = 40_000  # bytes to the page for one move: several times what the largest of these widgets sends
-
-
-@cache
-def capacities() -> list[dict]:
-    return backward.capacity_sweep([5] * 24, 40, [0, 60, 140])
 
 
 RUNS = {
@@ -104,11 +96,6 @@ def places(*values, slider="slider") -> list:
 
 
 WIDGETS = {
-    "capacity": Case(
-        lambda: backward_widget.capacity_explorer(capacities()),
-        lambda shown: backward_figures.capacity(capacities(), shown.index),
-        places(140, 60, 0),
-    ),
     "run": Case(
         lambda: widgets.Explorer(
             training.figures.picked_run(RUNS),
@@ -220,9 +207,9 @@ def test_without_anywidget_the_figure_is_drawn_anew(monkeypatch):
         raise ImportError("Please install anywidget to use the FigureWidget class")
 
     monkeypatch.setattr(go, "FigureWidget", refuse)
-    shown = backward_widget.capacity_explorer(capacities())
-    shown.slider.value = 140
-    assert shown._canvas is not None and shown.index == 2
+    shown = WIDGETS["run"].make()
+    shown.slider.value = "L1 1e-3"
+    assert shown._canvas is not None and shown.index == list(RUNS).index("L1 1e-3")
 
 
 def test_without_ipywidgets_a_sentence_says_what_to_install():

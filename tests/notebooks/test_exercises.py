@@ -13,8 +13,8 @@ import torch
 import twell_lab
 from twell_lab import simulator
 from twell_lab.course import clocks, exercises, packing, puzzles
+from twell_lab.course.capstone.cases import STEPS
 from twell_lab.course.clocks import without_multiplying
-from twell_lab.course.hopper import tile as hopper_tile
 from twell_lab.formats import COO, TwELL
 from twell_lab.sparsities import magnitude, padding, two_four
 
@@ -487,17 +487,9 @@ WRONG = {
         lambda *given: factor_gradients(*given, sign=torch.ones_like),  # L1 of a sum that is never negative
         factor_gradients_by_autograd,
     ],
-    "share_left": [
-        0.05,
-        (3 + 6 * 0.05) / 9,
-    ],
     "less_room": [
         {"bytes kept": "fewer", "tokens lost": "more", "gradients": "fewer", "rows read": "more"},
         {"bytes kept": "fewer", "tokens lost": "more", "gradients": "the same", "rows read": "fewer"},
-    ],
-    "kept_bytes": [
-        lambda tokens, d_model, d_ff: (2 * tokens * (d_model + d_ff), 8 * (128 * tokens + 16 * d_ff)),  # h alone
-        lambda tokens, d_model, d_ff: (2 * tokens * (d_model + 3 * d_ff), 8 * 29 * tokens),  # as many as fire
     ],
     "launch_of": [
         lambda rows, columns, tile, block: (rows * columns // tile // block, 0),
@@ -533,41 +525,11 @@ WRONG = {
         lambda addresses, size: len(addresses) * size // 32,  # as if nothing were shared or skipped
         lambda addresses, size: (max(addresses) + size - min(addresses) + 31) // 32,  # everything in between as well
     ],
-    "turns": [
-        lambda tokens, d_ff: tokens * d_ff // (256 * 256 * 66),  # parts of tiles and of turns left out
-        lambda tokens, d_ff: -(-tokens * d_ff // (256 * 256 * 66)),  # parts of tiles left out
-    ],
-    "stages": [
-        lambda rows, columns, depth, shared, kept: (shared - kept) // (depth * (rows + columns)),  # a byte a value
-        lambda rows, columns, depth, shared, kept: shared // (2 * depth * (rows + columns)),  # nothing for the epilogue
-    ],
-    "sum_place": [
-        lambda row, column: tuple(int(each[row, column]) for each in hopper_tile.sums()),  # the library's
-        lambda row, column: (row // 16, row % 8 * 4 + column % 4, column // 8 * 4 + row % 16 // 8 * 2 + column % 2),
-    ],
-    "neuron_at": [
-        lambda place: place,  # as the hardware deals them
-        lambda place: hopper_tile.neuron_at(place),  # the library's
-    ],
-    "l2_bytes": [
-        lambda tokens, d_model, d_ff, cluster: tokens // 128 * (d_ff // 256) * 2 * d_model * 384,  # nothing shared
-        lambda tokens, d_model, d_ff, cluster: tokens // 128 * (d_ff // 256) * 2 * d_model * 384 // cluster,  # x too
-    ],
     "pool_starts": [
         lambda counts: [
             sum(max(0, c - 31) for c in counts[:i]) for i in range(len(counts))
         ],  # rows that have nothing there
         lambda counts: pool_starts(counts, keep_place=False),
-    ],
-    "wall_time": [
-        lambda launch, kernels: launch * len(kernels) + sum(kernels),  # one after the other
-        lambda launch, kernels: launch + sum(kernels),  # as if the GPU never waited for the host
-    ],
-    "neuron_lists": [
-        lambda rows, d_ff: [
-            [t for t, row in enumerate(rows) if n in row] for n in sorted({n for row in rows for n in row})
-        ],
-        lambda rows, d_ff: [[t for t, row in enumerate(rows) if n in row][::-1] for n in range(d_ff)],
     ],
     "plain_backward": [
         dense_backward,
@@ -727,9 +689,9 @@ WRONG = {
 
 
 def test_each_check_meets_two_typical_mistakes():
-    """Those of the puzzles and of the capstone's kernel stand in their folders of tests/course."""
+    """Those of the puzzles and of the capstone's kernels stand in their folders of tests/course."""
     mistakes = Counter(name for name, _ in WRONG_KERNELS) + Counter({name: len(each) for name, each in WRONG.items()})
-    elsewhere = {*puzzles.PUZZLES, "down"}
+    elsewhere = {*puzzles.PUZZLES, *STEPS, "down"}
     assert {name for name in exercises.CHECKS if mistakes[name] < 2} == elsewhere
 
 
@@ -745,13 +707,6 @@ def test_what_the_library_has_already_is_no_answer_however_it_was_imported(name,
     exercises.check(name, theirs)
     assert "that is the library's own" in verdict(capsys)
     assert getattr(theirs, "__func__", theirs).__code__ is body  # it works again
-
-
-def test_a_share_may_be_rounded_to_what_the_answer_says(capsys):
-    exercises.check("share_left", 0.16)
-    assert verdict(capsys).startswith(exercises.RIGHT)
-    exercises.check("share_left", 0.15)
-    assert verdict(capsys).startswith("Not yet: ")
 
 
 def called_at_once(call, queue, now):

@@ -40,6 +40,15 @@ KERNEL block_votes(int* out, const int* in) {
     mine[2] = __syncthreads_count(p % 3 == 0);
 }
 
+KERNEL passed_on(int* out) {  // each thread waits in a loop for the one after it
+    __shared__ int next;
+    if (threadIdx.x == 0) next = blockDim.x - 1;
+    __syncthreads();
+    while (atomicAdd(&next, 0) != threadIdx.x) __nanosleep(20);
+    out[threadIdx.x] = blockDim.x - threadIdx.x;
+    atomicSub(&next, 1);
+}
+
 KERNEL shuffles(long long* out, const int* in, int by, int width) {
     const int v = in[threadIdx.x];
     long long* mine = out + 6 * threadIdx.x;
@@ -211,6 +220,13 @@ def test_votes_of_a_block(threads, launch):
     given, out = np.arange(threads, dtype=np.int32), np.zeros((threads, 3), np.int32)
     launch("block_votes", 1, threads, (out, given))
     assert np.array_equal(out, [[threads > 61, 1, -(-threads // 3)]] * threads)
+
+
+@pytest.mark.parametrize("threads", [1, 32, 100])
+def test_threads_of_a_block_wait_for_each_other_in_loops(threads, launch):
+    out = np.zeros(threads, np.int32)
+    launch("passed_on", 1, threads, (out,))
+    assert np.array_equal(out, np.arange(threads, 0, -1))
 
 
 @pytest.mark.parametrize("width", [32, 16, 8, 4, 2, 1])

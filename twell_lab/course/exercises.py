@@ -27,15 +27,13 @@ from .clocks import checks as clocks
 from .clocks import data as clocks_data
 from .conversion import checks as conversion
 from .first_kernels import checks as first_kernels
-from .hopper import checks as hopper
-from .hopper import tile as hopper_tile
 from .measure import checks as start
 from .measure import zeros_checks
 from .own_model import checks as own_model
 from .packing import checks as packing
 from .puzzles.cases import PUZZLES
 from .puzzles.data import judge
-from .roofline.data import pool_table, turns
+from .roofline.data import pool_table
 from .sparsity_map import checks as sparsity_map
 from .sparsity_map import data as sparsity_map_data
 from .speedups.data import amdahl, crossing, layer_needed, share_from
@@ -158,33 +156,6 @@ def _fewest_words(answer) -> str:
     return "one word for the count, and slots for the fullest tile of all rows but the allowed few."
 
 
-def _turns(answer) -> str:
-    cases = [
-        (1, 5632),
-        (256, 256),
-        (2048, 5632),
-        (16384, 5632),
-        (768, 3000),
-        (300, 8500),
-        (16896, 67072),
-        (67072, 16896),
-    ]
-    cases += [(int(torch.randint(1, 50000, ())), int(torch.randint(8, 20000, ()))) for _ in range(3)]
-    for tokens, d_ff in cases:
-        same(answer(tokens, d_ff), turns(tokens, d_ff), f"turns({tokens}, {d_ff})")
-    return "tiles at the edges count whole, and so does the last turn."
-
-
-def _wall_time(answer) -> str:
-    cases = [(20, [80, 80, 80]), (20, [5, 5, 5]), (10, [50, 1, 1, 1, 1]), (10, [1, 1, 1, 90, 1]), (7, [3]), (0, [3, 4])]
-    for _ in range(4):
-        kernels = torch.randint(0, 40, (int(torch.randint(1, 9, ())),)).tolist()
-        cases.append((int(torch.randint(1, 30, ())), kernels))
-    for launch, kernels in cases:
-        same(answer(launch, list(kernels)), hopper_tile.wall_time(launch, kernels), f"wall_time({launch}, {kernels})")
-    return "a kernel waits for its launch and for the kernel before it, whichever is later."
-
-
 def _pool_starts(answer) -> str:
     cases = [[0] * 16, [31] * 16, [32] * 16, [40, 20, 40, 100, 33], [256, 32], [95, 31, 32], [31, 95, 0, 32]]
     cases += [torch.randint(0, 60, (16,)).tolist() for _ in range(3)]
@@ -192,15 +163,6 @@ def _pool_starts(answer) -> str:
         want = [None if row["lost"] else row["start"] for row in pool_table(counts)]
         same_list(answer(counts), want, f"pool_starts({counts})")
     return "each row after the earlier ones, and those that do not fit are lost, though their place stays taken."
-
-
-def _neuron_lists(answer) -> str:
-    for tokens, d_ff, share in ((5, 8, 0.4), (30, 12, 0.1), (7, 3, 1.0), (4, 6, 0.0)):
-        fired = torch.rand(tokens, d_ff) < share
-        rows = [row.nonzero()[:, 0].tolist() for row in fired]
-        want = [column.nonzero()[:, 0].tolist() for column in fired.T]
-        same_list(answer(rows, d_ff), want, f"neuron_lists({rows}, {d_ff})", lambda got: list(map(list, got)))
-    return "every token in the list of each of its neurons, ascending, and an empty list for who never fired."
 
 
 def _plain_backward(answer) -> str:
@@ -297,10 +259,7 @@ CHECKS: dict[str, Callable] = {
     "csr_times_dense": _csr_times_dense,
     "pack_tile": _pack_tile,
     "fewest_words": _fewest_words,
-    "turns": _turns,
     "pool_starts": _pool_starts,
-    "wall_time": _wall_time,
-    "neuron_lists": _neuron_lists,
     "plain_backward": _plain_backward,
     "amdahl": _amdahl,
     "plain_call": _plain_call,
@@ -315,7 +274,6 @@ CHECKS: dict[str, Callable] = {
     **backward.CHECKS,
     **sparsity_map.CHECKS,
     **capstone.CHECKS,
-    **hopper.CHECKS,
     **choosing.CHECKS,
     **zeros_checks.CHECKS,
     **clocks.CHECKS,
@@ -334,13 +292,7 @@ THEIRS: dict[str, tuple[Callable, ...]] = {
     "two_four": (two_four.two_four_mask,),
     "firing_share": (training_data.firing_share,),
     "pack_tile": (TwELL.from_gate, TwELL.from_dense, functional.pack),
-    "stages": (hopper_tile.stages_that_fit,),
-    "sum_place": (hopper_tile.sums,),
-    "neuron_at": (hopper_tile.neuron_at,),
-    "l2_bytes": (hopper_tile.l2_bytes,),
-    "turns": (turns,),
     "pool_starts": (pool_table,),
-    "wall_time": (hopper_tile.wall_time,),
     "occupied": (choosing_data.occupied,),
     "without_padding": (padding.unpadded, padding.remove_padding, padding.add_padding),
     "hot_neurons": (choosing_data.hot_neurons,),

@@ -104,9 +104,10 @@ def kernel(tmp_path, monkeypatch):
 def test_a_right_kernel_gets_a_record_that_can_be_read(ask, value, kernel, tmp_path):
     said = ask("submit", kernel, "--out", tmp_path / "mine").out
     (saved,) = (tmp_path / "mine").glob("capstone-*.json")
-    assert "submit: silver: right on every input" in said and str(saved) in said
+    assert "submit: predicted gold: right on every input" in said and str(saved) in said
     record = records.load(saved)
-    assert record.notes["medal"] in ("silver", "gold") and record.rows[0]["sectors_read"] > record.rows[0]["floor"]
+    assert record.notes["medal"] in ("predicted gold", "silver", "gold")
+    assert record.rows[0]["sectors_read"] > record.rows[0]["floor"]
     assert value("submit", "down.cu")["notes"]["source"] == kernel.read_text()
     assert len([*tmp_path.glob("capstone-*.json")]) == 1  # in the working folder
 

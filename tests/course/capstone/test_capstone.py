@@ -160,12 +160,78 @@ def test_what_is_wrong_is_named(name, judged, monkeypatch):
     assert not found.right and words in found.said and found.counts is None and capstone.medal(found) is None
 
 
+# (step, what is wrong) -> (a change to its folded answer, words of what is said).
+WRONG_STEPS = {
+    ("one_tile", "no guard"): ("    if (c >= d_model) return;\n", "", "the simulator found a"),
+    ("one_tile", "count as a value"): ("i = 1; i <= (int)word[0]", "i = 0; i < (int)word[0]", "is read as a value"),
+    ("one_tile", "all words"): ("i <= (int)word[0]", "i < words", "all words of a tile are read"),
+    ("one_tile", "silent rows"): (
+        "    if (c >= d_model) return;\n",
+        "    if (c >= d_model || !word[0]) return;\n",
+        "never written",
+    ),
+    ("all_tiles", "column within the tile"): (
+        "(t * tile + word_column",
+        "(word_column",
+        "column within a tile is taken",
+    ),
+    ("all_tiles", "words of the first tile"): ("* tiles + t) * words", "* tiles) * words", "OutOfBounds"),
+    ("wide_rows", "one pass"): (
+        "c < d_model; c += THREADS",
+        "c < THREADS && c < d_model; c += THREADS",
+        "was never written",
+    ),
+    ("wide_rows", "a sum for all"): ("        float sum = 0;", "        static_assert(true);", "does not compile"),
+    ("full_tiles", "words alone"): ("(int)word[0] < words", "true", "OutOfBounds"),
+    ("full_tiles", "31 values are too many"): (
+        "(int)word[0] < words",
+        "(int)word[0] < words - 1",
+        "What was used may be",
+    ),
+    ("full_tiles", "NaN lost"): ("fires(g[i])", "to_float(g[i]) > 0", "should be nan"),
+    ("full_tiles", "past the last tile"): (
+        "i < tile_width(columns, tile, t)",
+        "i < tile",
+        "the last is 100 columns wide",
+    ),
+}
+
+
+def step_answers() -> dict[str, str]:
+    texts = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]]
+    answers = [found for text in texts for found in re.findall(r"```cuda\n(.*?)```", text, re.DOTALL)]
+    return {name: text for name in cases.STEPS for text in answers if f"\n{name}(" in text}
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("name, what", WRONG_STEPS)
+def test_what_is_wrong_in_a_step_is_named(name, what, tmp_path):
+    old, new, words = WRONG_STEPS[name, what]
+    (text,) = (answer for step, answer in step_answers().items() if step == name)
+    assert text.count(old) == 1
+    (tmp_path / "step.cu").write_text(text.replace(old, new))
+    found = capstone.judge(tmp_path / "step.cu", name)
+    assert not found.right and words in found.said, found.said
+
+
+@needs_a_compiler
+def test_each_step_passes_those_before_it_and_not_the_next_and_the_last_is_bronze(tmp_path):
+    answers, names = step_answers(), [*cases.STEPS]
+    for at, name in enumerate(names):
+        for other, step in enumerate([*names, "down"]):
+            if other <= at + 1:
+                (tmp_path / "step.cu").write_text(answers[name].replace(f"\n{name}(", f"\n{step}("))
+                found = capstone.judge(tmp_path / "step.cu", step)
+                assert found.right == (other <= at or step == "down"), (name, step, found.said)
+    assert capstone.medal(found) == "bronze"
+
+
 @needs_a_compiler
 def test_the_answer_earns_silver_and_its_check_says_so(answer, silver, capsys):
-    assert silver.right and capstone.medal(silver) == "silver"
+    assert silver.right and capstone.medal(silver) == "predicted gold"  # nothing was timed
     assert silver.sectors <= 1.5 * silver.floor == 1.5 * capstone.floor()
     exercises.check("down", str(answer))
-    assert capsys.readouterr().out.startswith("Right: silver. Right on every input")
+    assert capsys.readouterr().out.startswith("Right: predicted gold. Right on every input")
 
 
 @needs_a_compiler
@@ -174,7 +240,7 @@ def test_the_answer_that_is_meant_for_gold_is_right_and_reads_little_more_than_t
     text = in_the_notebook()[2]
     assert text.count("THREADS 256") == 1
     found = judged(text.replace("THREADS 256", f"THREADS {threads}"))
-    assert found.right and capstone.medal(found) == "silver"  # gold takes a GPU
+    assert found.right and capstone.medal(found) == "predicted gold"  # gold takes a GPU
     assert threads < 256 or f"{found.sectors / found.floor:.2f}" == "1.02"  # as the notebook says
 
 
@@ -253,7 +319,11 @@ def test_medals(silver):
     wasteful = replace(silver, floor=silver.floor // 2)
     assert capstone.medal(replace(silver, right=False)) is None and capstone.medal(wasteful, FAST) == "bronze"
     assert capstone.medal(silver, FAST) == "gold" and capstone.medal(silver, SLOW) == "silver"
-    assert capstone.medal(silver, []) == "silver"
+    assert capstone.medal(silver, []) == "predicted gold" and "no measurement" in capstone.next_step(
+        "predicted gold", silver
+    )
+    slow = replace(silver, counts=capstone.library_counts()["down_v1"])  # few sectors, in many loads
+    assert capstone.medal(slow) == "silver" and "predicted gold is for" in capstone.next_step("silver", slow)
 
 
 @needs_a_compiler
@@ -288,7 +358,7 @@ def test_predicted_beside_measured_is_drawn_with_times_and_without(silver):
 )
 def test_the_answers_compile_for_every_gpu(arch, dtype):
     pytest.importorskip("cupy")
-    for text in in_the_notebook()[1:]:
+    for text in (*in_the_notebook()[1:], *step_answers().values()):
         assert gpu.compiled(text, arch, dtype)[:4] == b"\x7fELF"
     with pytest.raises(CompileError, match="down.cu"):
         gpu.compiled("int x = ;", arch, dtype)
@@ -312,7 +382,7 @@ def test_a_submission_is_judged_timed_and_recorded(answer, silver, my_gpu, monke
     assert again.rows[1:] == FAST and again.notes["medal"] == "gold" and again.notes["source"] == answer.read_text()
     monkeypatch.setattr(gpu, "wrong", lambda mine, threads: "with NaN: y[0][0]")
     made = capstone.submit(answer)
-    assert "with NaN: y[0][0]" in made.on_gpu and made.rows == [] and made.medal == "silver"
+    assert "with NaN: y[0][0]" in made.on_gpu and made.rows == [] and made.medal == "predicted gold"
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
     with pytest.raises(StackError, match="g\\+\\+"):
         capstone.submit(answer)

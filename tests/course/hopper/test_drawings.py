@@ -1,7 +1,6 @@
 """The drawings of notebook 09 say what the kernel's source and the computed layout say."""
 
 import pytest
-import torch
 
 from twell_lab.course.hopper import drawings, tile
 
@@ -12,14 +11,7 @@ ALL = {
     "cluster": drawings.cluster,
     "pipeline": drawings.pipeline,
     "sums": drawings.sums,
-    "row_of_words": lambda: drawings.row_of_words(some_row()),
 }
-
-
-def some_row() -> torch.Tensor:
-    row = torch.full((256,), -1.0, dtype=torch.bfloat16)
-    row[[3, 63, 64, 200, 255]] = 1.5
-    return row
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -52,16 +44,3 @@ def test_the_sums_drawn_are_those_of_the_layout():
     _, lane, register = tile.sums()
     for row, column in ((0, 0), (8, 9), (15, 15), (3, 6)):
         assert cells.text[row][column] == f"{lane[row, column]}·d{register[row, column]}"
-
-
-def test_a_row_is_drawn_with_its_words():
-    frame, firing, words = drawings.row_of_words(some_row()).data
-    assert [line.count(1) for line in map(list, frame.z)] == [2, 1, 0, 2]
-    assert [[x for x, one in enumerate(line) if one == q] for q, line in enumerate(firing.z)] == [
-        [3, 63],
-        [0],
-        [],
-        [8, 63],
-    ]
-    assert list(words.text[0][:7]) == ["<b>5</b>", "3", "63", "64", "200", "255", ""]
-    assert list(words.z[0][:7]) == [4, 0, 0, 1, 3, 3, None]

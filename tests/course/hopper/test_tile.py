@@ -1,9 +1,7 @@
-"""What a tile goes through: the layout held against the kernel's own code, the words against the library's."""
+"""What a tile goes through: the layout held against the kernel's own code, lost rows against the library's rule."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from twell_lab import formats, simulator
 from twell_lab.course.hopper import tile
@@ -15,23 +13,12 @@ def test_the_sizes_are_those_that_the_kernel_needs():
     assert (size.rows, size.columns, size.threads) == (64 * size.consumers, formats.twell.TILE, threads)
     assert size.stage == 2 * size.depth * (size.rows + size.columns)
     kept = size.shared - size.stages * size.stage
-    assert tile.stages_that_fit(size.rows, size.columns, size.depth, 227 * 1024, kept) == size.stages
-    assert tile.stages_that_fit(8, 8, 8, 100, 200) == 0
+    assert (227 * 1024 - kept) // size.stage == size.stages
 
 
 def test_every_sum_has_one_place_and_every_register_one_sum():
     places = {*zip(*(each.flatten().tolist() for each in tile.sums()))}
     assert places == {(warp, lane, register) for warp in range(4) for lane in range(32) for register in range(128)}
-
-
-@given(st.integers(0, 2**31), st.sampled_from([-3.0, -1.5, 0.0, 3.0]), st.sampled_from([torch.bfloat16, torch.float16]))
-def test_a_row_is_packed_as_the_library_packs_it(seed, shift, dtype):
-    gate = (torch.randn(256, generator=torch.Generator().manual_seed(seed)) + shift).to(dtype)
-    gate[seed % 256], gate[seed % 251] = -0.0, torch.nan
-    packed = tile.pack_row(gate)
-    assert packed.words == formats.TwELL.from_gate(gate[None]).packed[0, 0, : len(packed.words)].tolist()
-    assert packed.words[0] == sum(map(len, packed.held)) and len(packed.words) == 1 + min(31, packed.words[0])
-    assert packed.before == [sum(map(len, packed.held[:q])) for q in range(4)]
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -59,10 +46,3 @@ def test_lost_rows_are_listed_and_the_others_right(dtype):
     lost, error = tile.overflow(counts, dtype)
     assert lost == [10, 14] and error < 0.01
     assert tile.overflow([0] * 15 + [256], dtype)[0] == [15]
-
-
-@given(st.integers(0, 50), st.lists(st.integers(0, 90), min_size=1, max_size=12))
-def test_a_call_is_done_no_sooner_than_its_launches_and_its_kernels_allow(launch, kernels):
-    returned, done = launch * len(kernels), tile.wall_time(launch, kernels)
-    assert max(returned + kernels[-1], launch + sum(kernels)) <= done <= returned + sum(kernels)
-    assert tile.wall_time(launch, [0] * len(kernels)) == returned

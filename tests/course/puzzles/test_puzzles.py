@@ -231,6 +231,174 @@ WRONG = {
         ),
         "each 16 times",
     ),
+    ("add_bias", "no end of a row"): (
+        lambda: changed("add_bias", ("row < rows && column < columns", "row < rows")),
+        "thread x 8, y 0 of block x 1, y 0 read bias[40], out of bounds: there are 40.",
+    ),
+    ("add_bias", "no end of the rows"): (
+        lambda: changed("add_bias", ("row < rows && column < columns", "column < columns")),
+        "thread x 0, y 2 of block x 0, y 1 read x[240], out of bounds: there are 240.",
+    ),
+    ("add_bias", "shortcut"): (
+        lambda: with_body(
+            "add_bias",
+            "const int c = blockIdx.x * blockDim.x + threadIdx.x;\nif (blockIdx.y || threadIdx.y || c >= columns) return;\n"
+            "for (int r = 0; r < rows; ++r) out[r * columns + c] = x[r * columns + c] + bias[c];",
+        ),
+        "thread 0 writes 4 places of out by itself",
+    ),
+    ("warp_dot", "all lanes write"): (
+        lambda: changed("warp_dot", ("if (lane == 0) out", "out")),
+        "Or one alone has to write, within an `if`.",
+    ),
+    ("warp_dot", "shuffle of the lanes with a value"): (
+        lambda: changed("warp_dot", ("float sum = 0;", "float sum = 0;\n    if (lane >= width) return;")),
+        "shuffles from lane 16, which takes no part in it",
+    ),
+    ("warp_dot", "shortcut"): (
+        lambda: with_body(
+            "warp_dot",
+            "if (threadIdx.x) return;\nfloat sum = 0;\n"
+            "for (int c = 0; c < width; ++c) sum += x[blockIdx.x * width + c] * w[c];\nout[blockIdx.x] = sum;",
+        ),
+        "let neighbouring lanes read neighbouring columns",
+    ),
+    ("warp_dot", "shortcut by shared memory"): (
+        lambda: changed(
+            "warp_dot",
+            (
+                "    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);\n",
+                "    __shared__ float part[32];\n    part[lane] = sum;\n    __syncthreads();\n"
+                "    for (int k = 1; k < 32 && lane == 0; ++k) sum += part[k];\n",
+            ),
+        ),
+        "the sums go through memory",
+    ),
+    ("gather_multiply", "no end of a row"): (
+        lambda: changed("gather_multiply", ("c < width;", "c < 192;")),
+        "both write out[150]; each place is one thread's.",
+    ),
+    ("gather_multiply", "shortcut"): (
+        lambda: with_body(
+            "gather_multiply",
+            "for (int c = threadIdx.x; c < width; c += 64)\n    for (int k = 0; k < count; ++k) {\n"
+            "        const float term = values[blockIdx.x * count + k] * table[index[blockIdx.x * count + k] * width + c];\n"
+            "        out[blockIdx.x * width + c] = k ? out[blockIdx.x * width + c] + term : term;\n    }",
+        ),
+        "add up in a variable, and write it once",
+    ),
+    ("two_stages", "nobody waits for full"): (
+        lambda: changed("two_stages", ("            wait(&full[s], 32 * (turn + 1));\n", "")),
+        "before anybody wrote it",
+    ),
+    ("two_stages", "nobody waits for empty"): (
+        lambda: changed("two_stages", ("            wait(&empty[s], 32 * turn);\n", "")),
+        "A stage was overwritten before it was read: does the copying warp wait until it is empty?",
+    ),
+    ("two_stages", "arrives before it copies"): (
+        lambda: changed(
+            "two_stages",
+            ("            arrive(&full[s]);\n", ""),
+            ("            for (int row", "            arrive(&full[s]);\n            for (int row"),
+        ),
+        "nothing puts one before the other. Who uses a stage has to wait until the others have arrived at its barrier.",
+    ),
+    ("two_stages", "no fence"): (
+        lambda: changed("two_stages", ("    __threadfence_block();  // what was written before comes first\n", "")),
+        "nothing puts one before the other.",
+    ),
+    ("two_stages", "shortcut by one stage"): (
+        lambda: changed("two_stages", ("s = t % 2, turn = t / 2", "s = 0, turn = t")),
+        "one stage alone is used",
+    ),
+    ("two_stages", "shortcut by a barrier of all"): (
+        lambda: changed(
+            "two_stages",
+            ("    if (threadIdx.x >= 32) out", "    __syncthreads();\n    if (threadIdx.x >= 32) out"),
+        ),
+        "all threads meet at a __syncthreads",
+    ),
+    ("two_stages", "shortcut along columns"): (
+        lambda: changed(
+            "two_stages",
+            (
+                "stage[s][row][lane] = x[(first + row) * depth + 32 * t + lane]",
+                "stage[s][lane][row] = x[(first + lane) * depth + 32 * t + row]",
+            ),
+        ),
+        "let lanes copy along a row",
+    ),
+    ("gemm_pack", "count that stops"): (
+        lambda: changed("gemm_pack", ("words[0] = __popc(votes)", "words[0] = min(7, __popc(votes))")),
+        "The count stops where the words do.",
+    ),
+    ("gemm_pack", "NaN lost"): (
+        lambda: changed("gemm_pack", ("!(sum <= 0)", "sum > 0")),
+        "NaN does not fire, and it should.",
+    ),
+    ("gemm_pack", "tile forgotten"): (
+        lambda: changed("gemm_pack", ("(row * gridDim.x + blockIdx.x) * 8", "row * 8")),
+        "each place is one thread's.",
+    ),
+    ("gemm_pack", "shortcut"): (
+        lambda: changed(
+            "gemm_pack",
+            (
+                "    const unsigned votes = __ballot_sync(0xffffffffu, fires);\n",
+                "    __shared__ unsigned all[8][32];\n"
+                "    all[ty][tx] = fires;\n    __syncthreads();\n    unsigned votes = 0;\n"
+                "    for (int k = 0; k < 32; ++k) votes |= all[ty][k] << k;\n",
+            ),
+        ),
+        "the lanes ask each other nothing",
+    ),
+    ("neuron_lists", "no atomic"): (
+        lambda: changed("neuron_lists", ("atomicAdd(&cursor[neuron[i]], 1)", "cursor[neuron[i]]++")),
+        "one of them writes, and without an atomic nothing says which comes first.",
+    ),
+    ("neuron_lists", "no end"): (
+        lambda: changed("neuron_lists", ("    if (i >= n) return;\n", "")),
+        "out of bounds: there are",
+    ),
+    ("neuron_lists", "beginning of the list forgotten"): (
+        lambda: changed("neuron_lists", ("lists[starts[neuron[i]] + place]", "lists[place]")),
+        "each place is one thread's.",
+    ),
+    ("neuron_lists", "shortcut"): (
+        lambda: with_body(
+            "neuron_lists",
+            HEAD + "for (int k = 0; i == 0 && k < n; ++k) lists[starts[neuron[k]] + cursor[neuron[k]]++] = token[k];",
+        ),
+        "entries of neuron; one for each thread is asked",
+    ),
+    ("up_gradient", "another order"): (
+        lambda: changed(
+            "up_gradient",
+            ("k = starts[neuron]; k < starts[neuron + 1]; ++k", "k = starts[neuron + 1] - 1; k >= starts[neuron]; --k"),
+        ),
+        "Only the last digits are off: each addition rounds. Add in the order of the list.",
+    ),
+    ("up_gradient", "added to the output"): (
+        lambda: changed(
+            "up_gradient",
+            ("sum += du[k]", "atomicAdd(&dup[neuron * d_model + c], du[k]"),
+            ("d_model + c];\n        dup[neuron * d_model + c] = sum;", "d_model + c]);"),
+        ),
+        "dup does not begin at 0: write it, do not add to it.",
+    ),
+    ("up_gradient", "shortcut by atomics"): (
+        lambda: changed(
+            "up_gradient",
+            ("float sum = 0;", "dup[neuron * d_model + c] = 0;"),
+            ("sum += du[k]", "atomicAdd(&dup[neuron * d_model + c], du[k]"),
+            ("d_model + c];\n        dup[neuron * d_model + c] = sum;", "d_model + c]);"),
+        ),
+        "sums of floats by atomics come out otherwise in each run",
+    ),
+    ("up_gradient", "silent neuron left out"): (
+        lambda: changed("up_gradient", ("        dup[neuron", "        if (sum != 0) dup[neuron")),
+        "dup[1][0] was never written; it should be 0.",
+    ),
 }
 
 INT, END = "The fractions are lost: is a value kept in an `int`?", "do the threads go on to the end?"
@@ -316,8 +484,68 @@ SLIPS = {
     ),
 }
 
+SLIPS |= {
+    ("add_bias", "whole numbers"): ("", ("= x[row * columns + column] +", "= (int)x[row * columns + column] +")),
+    ("add_bias", "no bias"): ("The bias is not added.", (" + bias[column]", "")),
+    ("add_bias", "of the row"): (
+        "The bias of the row is added, not that of the column.",
+        ("bias[column]", "bias[row % columns]"),
+    ),
+    ("add_bias", "one too few"): (
+        "It is the last of a row: is a bound one too small?",
+        ("column < columns", "column < columns - 1"),
+    ),
+    ("warp_dot", "whole numbers"): (INT, ("float sum", "int sum")),
+    ("warp_dot", "no weights"): ("These are sums of x", (" * w[c]", "")),
+    ("warp_dot", "no loop"): ("Columns from 32 on are missing", ("c < width; c += 32", "c < width && c < 32; c += 32")),
+    ("warp_dot", "distance 16 missing"): ("The distance 16 is missing.", ("distance = 16", "distance = 8")),
+    ("warp_dot", "distance 1 missing"): ("The distance 1 is missing.", ("distance > 0", "distance > 1")),
+    ("gather_multiply", "whole numbers"): ("", ("float sum", "int sum")),
+    ("gather_multiply", "rows in their order"): ("These are the first rows of the table", ("index[k]", "(k - first)")),
+    ("gather_multiply", "no values"): ("The rows are added without their values.", ("values[k] * ", "")),
+    ("gather_multiply", "last one missing"): (
+        "The last value of a row is missing.",
+        ("k < first + count", "k < first + count - 1"),
+    ),
+    ("gather_multiply", "no sum"): ("The last value of a row alone is there", ("sum += values", "sum = values")),
+    ("two_stages", "whole numbers"): (INT, ("float sum", "int sum")),
+    ("two_stages", "last tile missing"): ("The last tile is missing.", ("t < depth / 32", "t < depth / 32 - 1")),
+    ("gemm_pack", "zero fires"): ("Zeros fire, and they should not.", ("!(sum <= 0)", "!(sum < 0)")),
+    ("gemm_pack", "halves swapped"): ("in each other's half of a word.", ("bits | tx", "bits >> 16 | tx << 16")),
+    ("gemm_pack", "own bit counted"): ("Each value stands one place too far on", ("(1u << tx) - 1", "(2u << tx) - 1")),
+    ("gemm_pack", "a barrier"): (
+        "no barrier that both come to",
+        ("tile_b[j][tx];\n        __syncthreads();", "tile_b[j][tx];"),
+    ),
+    ("neuron_lists", "neurons"): ("These are numbers of neurons, and tokens are asked.", ("= token[i]", "= neuron[i]")),
+    ("neuron_lists", "last one forgotten"): ("", ("i >= n", "i >= n - 1")),
+    ("up_gradient", "whole numbers"): ("", ("float sum", "int sum")),
+    ("up_gradient", "row of the entry"): ("", ("x[lists[k] * d_model + c]", "x[k % 9 * d_model + c]")),
+    ("up_gradient", "64 columns"): (END, ("c < d_model", "c < d_model && c < 64")),
+}
+
 # Right answers that are written another way.
 OTHERS = {
+    ("add_bias", "rows guarded first"): lambda: changed(
+        "add_bias",
+        ("if (row < rows && column < columns) out", "if (row >= rows || column >= columns) return;\n    out"),
+    ),
+    ("warp_dot", "every lane gets the sum"): lambda: changed("warp_dot", ("__shfl_down_sync", "__shfl_xor_sync")),
+    ("two_stages", "a loop for each warp"): lambda: changed(
+        "two_stages", ("const int s = t % 2, turn = t / 2;", "const int s = (t + 1) & 1, turn = t >> 1;")
+    ),
+    ("two_stages", "one lane arrives for its warp"): lambda: changed(
+        "two_stages",
+        ("arrive(&full[s]);", "__syncwarp();\n            if (lane == 0) arrive(&full[s]);"),
+        ("arrive(&empty[s]);", "__syncwarp();\n            if (lane == 0) arrive(&empty[s]);"),
+        ("32 * turn)", "turn)"),
+        ("32 * (turn + 1)", "turn + 1"),
+    ),
+    ("neuron_lists", "the cursor begins at the list"): lambda: with_body(
+        "neuron_lists",
+        HEAD
+        + "if (i < n) {\n    const int j = neuron[i];\n    lists[starts[j] + atomicAdd(cursor + j, 1)] = token[i];\n}",
+    ),
     ("neighbours", "with zeros around"): lambda: with_body(
         "neighbours",
         "__shared__ float tile[66];\nconst int t = threadIdx.x;\ntile[t + 1] = x[blockIdx.x * 64 + t];\n"
@@ -461,7 +689,7 @@ def test_without_a_compiler_the_check_says_what_to_install_and_nothing_is_drawn(
 @needs_a_compiler
 def test_the_lines_are_about_the_files_in_the_folder(tmp_path):
     (tmp_path / "map.cu").write_text(in_the_notebook()["map"][1])
-    assert puzzles.standing(tmp_path).startswith("Right: 1 of 12.\nOpen: 2, 3, ")
+    assert puzzles.standing(tmp_path).startswith("Right: 1 of 15.\nOpen: 2, 3, ")
 
 
 # ---- on a GPU ----

@@ -33,7 +33,7 @@ def test_the_prefix_sums_drawn_are_prefix_sums():
 
 
 @needs_a_compiler
-@pytest.mark.parametrize("name", puzzles.PUZZLES)
+@pytest.mark.parametrize("name", pictures.PICTURES)
 def test_the_answer_is_drawn_and_what_is_handed_out_touches_nothing(name, tmp_path):
     file = tmp_path / f"{name}.cu"
     given, answer = in_the_notebook()[name]

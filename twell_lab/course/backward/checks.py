@@ -6,15 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..verdicts import NotYet, close, number, said, same, written
-from .data import dense_saved, sparse_saved
-
-
-def _share_left(answer) -> str:
-    number(
-        answer, (1 + 8 * 0.05) / 9, "the share of a step's multiplications that is left at 5%", within=0.03
-    )  # 0.16 is near enough
-    return "of nine products the gate's stays whole, and eight keep 5%: (1 + 8 * 0.05) / 9 = 16%."
+from ..verdicts import NotYet, close, said, written
 
 
 def _factor_gradients(answer) -> str:
@@ -43,22 +35,7 @@ def _less_room(answer) -> str:
     return "room costs bytes; less of it costs time, and never a gradient."
 
 
-def _kept_bytes(answer) -> str:
-    for tokens, d_model, d_ff in ((16384, 2048, 5632), (512, 64, 176), (1, 8, 24)):
-        lists = sparse_saved(tokens, d_model, d_ff)
-        want = (sum(dense_saved(tokens, d_model, d_ff).values()), lists["words"] + lists["ups"])
-        asked = f"kept_bytes(tokens={tokens}, d_model={d_model}, d_ff={d_ff})"
-        got = written(answer(tokens, d_model, d_ff))
-        if not isinstance(got, tuple) or len(got) != 2:
-            raise NotYet(f"{asked} should be two numbers; yours gave {got!r}.")
-        same(got[0], want[0], f"the dense part of {asked}")
-        same(got[1], want[1], f"the lists of {asked}")
-    return "three matrices as wide as d_ff against two lists that do not depend on who fires."
-
-
 CHECKS: dict[str, Callable] = {
-    "share_left": _share_left,
     "factor_gradients": _factor_gradients,
     "less_room": _less_room,
-    "kept_bytes": _kept_bytes,
 }

@@ -1,5 +1,5 @@
-"""The backward pass of a sparse layer, as notebook 11 computes it: a small layer, rows that do not fit, memory by
-tensor, and the least time of a training step. Nothing is drawn.
+"""The backward pass of a sparse layer, as notebook 11 computes it: a small layer, memory by tensor, and the least time
+of a training step. Nothing is drawn.
 
 A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T. dy is the gradient of the loss in y, and c * sum |h|
 is added to the loss.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from ...ops import survivors
 from ..roofline.data import VALUE, Rates
 
-# Rows of d_model values that a training step reads for each kept value, by part. In all seven.
+# Rows of d_model values that a training step reads for each kept value, by part; seven in all.
 READS = {"u": 1, "y": 1, "dh": 1, "dx": 2, "weight gradients": 2}
-ROWS_A_VALUE = sum(READS.values())
 
 
 # ---- a layer small enough to draw ----
@@ -67,25 +65,6 @@ def worst(got: Iterable[Tensor], want: Iterable[Tensor]) -> float:
     """The largest |got - want| / |want| of these pairs of gradients."""
     pairs = ((mine.double(), right.double()) for mine, right in zip(got, want, strict=True))
     return max(float((mine - right).norm() / right.norm().clamp(min=1e-300)) for mine, right in pairs)
-
-
-# ---- rows that do not fit ----
-
-
-def capacity_sweep(counts: list[int], d_ff: int, capacities: Iterable[int]) -> list[dict]:
-    """For each capacity: capacity, counts, lost, stored_rows, lost_rows.
-
-    counts: kept values of each token, which are stored one after another. lost: from the first token that would end
-    beyond the capacity on, all. stored_rows, lost_rows: rows of d_model values that a training step reads one by one.
-    A lost token also reads all of the gate, forward and backward, since its pattern was not kept."""
-    found = []
-    for capacity in capacities:
-        lost = [token for token, end in enumerate(accumulate(counts)) if end > capacity]
-        values = sum(counts[token] for token in lost)
-        rows = {"stored_rows": ROWS_A_VALUE * (sum(counts) - values)}
-        rows["lost_rows"] = 2 * d_ff * len(lost) + ROWS_A_VALUE * values
-        found.append({"capacity": capacity, "counts": counts, "lost": lost, **rows})
-    return found
 
 
 # ---- memory by tensor ----

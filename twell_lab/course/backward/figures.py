@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ..charts import bars, finish, grids, lines, one
-from ..drawing import row_at, say, squares
+from ..drawing import say, squares
 from ..recorded import LOGNORMAL
 from ..roofline.data import Rates
 from .data import dense_floor
@@ -176,44 +176,6 @@ def steps(rows: list[dict]) -> go.Figure:
     figure = one(lines(go.Figure(), shown, "nnz", times, name, hover=said, looks=looks))
     axes = {"x": "neurons firing for a token, mean (of 5,632)", "y": "times as fast as the dense step, GPU time"}
     return finish(figure, STEP, shown, 290, **axes).update_xaxes(rangemode="tozero")
-
-
-def capacity(sweep: list[dict], index: int = 0) -> go.Figure:
-    """The rows that are lost at one capacity, and the rows that must be read at each.
-
-    sweep: data.capacity_sweep, capacities ascending; index: which of them is shown."""
-    counts = sweep[0]["counts"]
-    titles = [f"kept values of each token; {counts.count(0)} tokens have none", "rows read, by capacity"]
-    cuts = {"rows": 1, "cols": 2, "column_widths": [0.6, 0.4], "horizontal_spacing": 0.14}
-    figure = make_subplots(**cuts, subplot_titles=titles)
-    hover = "token %{x}: %{y} values<extra></extra>"
-    figure.add_bar(x=[*range(len(counts))], y=counts, showlegend=False, row=1, col=1, hovertemplate=hover)
-    for key, name, colour in (
-        ("stored_rows", "for stored tokens", KEPT),
-        ("lost_rows", "for lost tokens", plots.ORANGE),
-    ):
-        said = lambda row, key=key, name=name: f"{name}: {row[key]:,} rows"
-        more = {"mode": "lines", "stackgroup": "all", "row": 1, "col": 2, "looks": {name: {"colour": colour}}}
-        lines(figure, sweep, "capacity", key, lambda row, name=name: name, hover=said, **more)
-    marker = {"color": plots.INK, "size": 11}
-    figure.add_scatter(mode="markers", marker=marker, showlegend=False, row=1, col=2, hoverinfo="skip")
-    figure.update_xaxes(title_text="token", row=1, col=1)
-    figure.update_xaxes(title_text="room for kept values", row=1, col=2)
-    figure.update_yaxes(title_text="neurons that fired", row=1, col=1)
-    figure.update_yaxes(title_text="rows of weights, x and dy", row=1, col=2)
-    figure = finish(figure, " ", height=230).update_annotations(font_size=12)
-    move_capacity(figure, sweep, index)
-    return figure
-
-
-def move_capacity(figure: go.Figure, sweep: list[dict], index: int) -> None:
-    """Move the capacity in a figure that `capacity` made (a FigureWidget of it too)."""
-    row = row_at(sweep, index, "capacities")
-    lost, tokens = set(row["lost"]), len(row["counts"])
-    figure.data[0].marker.color = [plots.ORANGE if token in lost else KEPT for token in range(tokens)]
-    figure.data[3].x, figure.data[3].y = [row["capacity"]], [row["stored_rows"] + row["lost_rows"]]
-    size = f"room for {row['capacity']} values, {8 * row['capacity']:,} bytes"
-    figure.layout.title.text = f"{size}: {len(lost)} of {tokens} tokens lost"
 
 
 def paths(rows: list[dict]) -> go.Figure:

@@ -120,6 +120,33 @@ def small(threads: int, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
     ]
 
 
+STEPS = {  # on the way to a right kernel: its name -> what is said of one that passes
+    "one_tile": "the words up to the count, each times its row of down_t.",
+    "all_tiles": "a tile's columns begin where its tile does.",
+    "wide_rows": "the threads go along a row, however wide it is.",
+    "full_tiles": "the words of a tile, or its gate where the count says more. Call it down: that is bronze.",
+}
+
+
+def step(name: str, threads: int) -> list[Case]:
+    """The launches of one of STEPS. Each has to do what the one before it does, and one thing more."""
+
+    def drawn(gate: Tensor, d_model: int, poison: bool = True) -> Case:
+        columns = gate.shape[1]
+        said = f"{columns} columns and d_model {d_model}"
+        return case(said, gate, torch.randn(columns, d_model).bfloat16(), poison)
+
+    if name == "one_tile":
+        return [drawn(_gate([[5], [0], [9]], 200), 24, poison=False), drawn(_gate([[1], [31]], 256), 8)]
+    if name == "all_tiles":
+        return [drawn(_sparse(3, 600, 20), 24, poison=False), drawn(_sparse(2, 257, 9), 8)]
+    if name == "wide_rows":
+        return [drawn(_sparse(2, 300, 9), 3 * threads + 8, poison=False), drawn(_sparse(2, 300, 9), 24)]
+    special = _gate([[5, 9, 3], [4, 33, 3]], 520)
+    special[0, 3], special[1, 300] = torch.nan, torch.nan
+    return [drawn(_gate([[0, 31, 32], [33, 256, 60]], 612), 24, poison=False), drawn(special, 24)]
+
+
 def counted() -> Case:
     """The launch whose sectors are counted: the same on every machine."""
     generator = torch.Generator().manual_seed(0)

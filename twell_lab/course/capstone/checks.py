@@ -71,6 +71,18 @@ def _down_row(answer) -> str:
     return f"the words of a tile, or the gate where its count says more than {WORDS - 1}."
 
 
+def _step(name: str) -> Callable[[str], str]:
+    """The check of a step on the way to `down`: of the reader's kernel file."""
+
+    def judged(file) -> str:
+        found = judge(file, name)
+        if not found.right:
+            raise NotYet(found.said)
+        return found.said
+
+    return judged
+
+
 def _down(file) -> str:
     judged = judge(file)
     if not judged.right:
@@ -86,4 +98,4 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "down_row": _down_row,
     "least_us": _least_us,
     "down": _down,
-}
+} | {name: _step(name) for name in cases.STEPS}

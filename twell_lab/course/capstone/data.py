@@ -2,7 +2,8 @@
 its time predicted, and, where there is a GPU, measured. The notebook, its exercise and `twell-lab submit` share this.
 
 The kernel, and how it is launched: see `SIGNATURE`. Medals: bronze for a right result, silver for sectors within
-`SILVER` of the floor, gold for a time within `GOLD` of down_v2's.
+`SILVER` of the floor, gold for a time within `GOLD` of down_v2's. Where nothing was timed, a time predicted from the
+counts may win "predicted gold", which is no measurement.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ down(const word_t* packed, const value_t* gate, const value_t* down_t, value_t* 
      int d_model, int columns, int tile, int words)"""
 POINTERS = ("packed", "gate", "down_t", "y")
 SILVER, GOLD = 1.5, 1.25
-BRONZE_MEDAL, SILVER_MEDAL, GOLD_MEDAL = "bronze", "silver", "gold"
+BRONZE_MEDAL, SILVER_MEDAL, PREDICTED_MEDAL, GOLD_MEDAL = "bronze", "silver", "predicted gold", "gold"
 LARGEST = 1 << 20  # bytes of a kernel's file
 STEPS = 10_000_000  # of a block that are kept, to see whether all threads meet: none of the launches makes as many
 SECONDS = 20.0  # a launch in the simulator may take: a loop that never ends is stopped
@@ -124,9 +125,11 @@ def launcher(
     return launch
 
 
-def judge(file: str | Path) -> Judged:
+def judge(file: str | Path, name: str = "down") -> Judged:
     """Return whether the kernel in a file is right, by the simulator, and what its loads touch. What is wrong with it
-    is said, never raised; InputError where there is no such file."""
+    is said, never raised; InputError where there is no such file.
+
+    name: of the kernel; of one of cases.STEPS its launches alone are made, and nothing is counted."""
     text = source(file)
     with_what = ""
     try:
@@ -134,37 +137,42 @@ def judge(file: str | Path) -> Judged:
         if others := sorted(set(_INCLUDE.findall(text)) - {"twell.cuh"}):
             raise InputError(f"the source includes {others[0]!r:.80}; twell.cuh alone is accepted: the rest is yours")
         program = simulator.compile(Path(file).absolute(), {"VALUE_BF16": True})
-        plainest, *others = cases.small(threads)
-        for of in (plainest, *others, cases.counted()):
-            with_what = f"with {of.said}: "
-            y, watch = of.y(), "faults" if of in others else "counts"
-            run = _launch(program, of, y, threads, watch)
+        if name in cases.STEPS:
+            launches = dict.fromkeys(cases.step(name, threads), "counts")
+        else:
+            plainest, *others = cases.small(threads)
+            launches = {plainest: "counts", **dict.fromkeys(others, "faults"), cases.counted(): "counts"}
+        for of, watch in launches.items():
+            with_what, y = f"with {of.said}: ", of.y()
+            run = _launch(program, name, of, y, threads, watch)
             counts = run.counts
-            if found := cases.wrong(of, y) or counts and _silent_rows(program, of, counts):
+            if found := cases.wrong(of, y) or counts and _silent_rows(program, name, of, counts):
                 return Judged(False, with_what + found)
             if run.trace and (missed := not_met(run.trace)):
                 return Judged(False, f"{with_what}the result is right. But {missed}")
     except Fault as fault:
         kind = type(fault).__name__
         named = f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}: {fault}"
-        return Judged(False, f"{with_what}the simulator found {named}{_crowded(program, of, fault)}")
+        return Judged(False, f"{with_what}the simulator found {named}{_crowded(program, name, of, fault)}")
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
         return Judged(False, str(error))
+    if name in cases.STEPS:
+        return Judged(True, cases.STEPS[name])
     sectors, least = counts.global_reads.sectors, cases.floor_sectors(of)
     said = f"{sectors:,} sectors read where {least:,} are the floor, {sectors / least:.2f} times as many"
     return Judged(True, f"right on every input, no fault; {said}.", counts, least)
 
 
-def _launch(program, of: cases.Case, y: torch.Tensor, threads: int, watch: str) -> simulator.program.Run:
+def _launch(program, name: str, of: cases.Case, y: torch.Tensor, threads: int, watch: str) -> simulator.program.Run:
     arguments = (of.packed, of.gate, of.down_t, y, of.down_t.shape[1], of.columns, TILE, WORDS)
     rows, counted = len(of.packed), of.columns == D_FF  # more steps than are worth keeping
     trace = None if counted else rows - 1
-    return program.launch("down", rows, threads, arguments, watch=watch, trace=trace, steps=STEPS, seconds=SECONDS)
+    return program.launch(name, rows, threads, arguments, watch=watch, trace=trace, steps=STEPS, seconds=SECONDS)
 
 
-def _crowded(program, of: cases.Case, fault: Fault) -> str:
+def _crowded(program, name: str, of: cases.Case, fault: Fault) -> str:
     """A line, with its line break, for a read past down_t in a row with tiles that overflow; else nothing."""
-    down_t = program.kernels["down"][POINTERS.index("down_t")].name
+    down_t = program.kernels[name][POINTERS.index("down_t")].name
     over = [str(count) for count in of.packed[fault.block, :, 0].tolist() if count >= WORDS]
     if not isinstance(fault, faults.OutOfBounds) or fault.array != down_t or not over:
         return ""
@@ -172,9 +180,9 @@ def _crowded(program, of: cases.Case, fault: Fault) -> str:
     return f"\n  of this row's tiles, some count {', '.join(over)}: each has {WORDS - 1} slots, words - 1{narrow}"
 
 
-def _silent_rows(program, of: cases.Case, counts: Counts) -> str | None:
+def _silent_rows(program, kernel: str, of: cases.Case, counts: Counts) -> str | None:
     """In words, how many more sectors of down_t were read than the rows of neurons that fire lie in; None if none."""
-    name = program.kernels["down"][POINTERS.index("down_t")].name
+    name = program.kernels[kernel][POINTERS.index("down_t")].name
     fired, least = int(of.kept.any(0).sum()), cases.needed_sectors(of)
     read_sectors = counts.footprints[name].read_sectors
     if read_sectors <= least:
@@ -328,13 +336,22 @@ def against_v2(rows: list[dict]) -> float | None:
 
 
 def medal(judged: Judged, rows: list[dict] | None = None) -> str | None:
-    """The medal that a kernel has: None, "bronze", "silver" or, with times on a GPU, "gold"."""
+    """Return its medal: None, "bronze", "silver", with times on a GPU "gold", or without them "predicted gold"."""
     if not judged.right:
         return None
     if judged.sectors > SILVER * judged.floor:
         return BRONZE_MEDAL
     times = against_v2(rows or [])
-    return GOLD_MEDAL if times is not None and times <= GOLD else SILVER_MEDAL
+    if times is None:
+        return PREDICTED_MEDAL if predicted(judged.counts).us <= GOLD * floor_us(judged) else SILVER_MEDAL
+    return GOLD_MEDAL if times <= GOLD else SILVER_MEDAL
+
+
+def floor_us(judged: Judged) -> float:
+    """Predicted microseconds of a kernel that reads the floor and writes what this one does: about those of down_v2."""
+    passed = SECTOR * (judged.floor + judged.counts.global_writes.sectors) * TIMED // COUNTED
+    rates = gpu_rates()
+    return least_us(passed, predicted(judged.counts).memory_bytes, rates.l2, rates.bandwidth)
 
 
 def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -> str:
@@ -346,8 +363,15 @@ def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -
         return f"Silver is for {int(SILVER * judged.floor):,} sectors or fewer."
     if won == GOLD_MEDAL:
         return f"{times:.2f} times the time of down_v2: there is no more to win."
-    took = "there is no GPU here" if times is None else f"yours takes {times:.2f} times as long"
-    return f"Gold is for {GOLD} times the time of down_v2 on a GPU, or less; {took}."
+    took = "nothing was timed" if times is None else f"yours takes {times:.2f} times as long"
+    gold = f"Gold is for {GOLD} times the time of down_v2 on a GPU, or less; {took}."
+    if times is not None:
+        return gold
+    guess = predicted(judged.counts)
+    least = f"{guess.us:,.0f} us on {guess.gpu}, and {floor_us(judged):,.0f} us for the floor's sectors"
+    if won == PREDICTED_MEDAL:
+        return f"The counts predict {least}. That is no measurement: no wait is in it. {gold}"
+    return f"The counts predict {least}; predicted gold is for {GOLD} times that, or less. {gold}"
 
 
 def submit(file: str | Path) -> Submission:

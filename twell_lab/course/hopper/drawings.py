@@ -1,4 +1,4 @@
-"""Drawings of notebook 09: the chip, its threads, a tile's way, the pipeline, the sums of wgmma, and a row's words.
+"""Drawings of notebook 09: the chip, its threads, a tile's way, the pipeline, and the sums of wgmma.
 
 Numbers in them are those of the kernel (`tile.SIZES`) or counted here; colour is never the only sign.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
-from torch import Tensor
 
 from ... import plots
-from ...formats.twell import TILE, WORDS
-from ..drawing import arrow, box, frames, say, sheet, squares
+from ...formats.twell import WORDS
+from ..drawing import arrow, box, say, sheet, squares
 from ..roofline.data import datasheet
 from . import tile
 from .tile import PACKING, PRODUCER, QUAD, TENSOR
@@ -224,53 +223,6 @@ def sums() -> go.Figure:
     figure.update_yaxes(autorange="reversed", zeroline=False)
     title = "Who holds the sums of a 64 x 256 tile: lane·register, in warp 0; four lanes share a row"
     return plots.styled(figure, title, height=470).update_layout(margin={"t": 60, "b": 45, "l": 55})
-
-
-def row_of_words(gate: Tensor) -> go.Figure:
-    """One row of a tile on its way to words: what each lane holds with the weights in the kernel's order, how many fire
-    in the lanes before, and the words.
-
-    gate: [256], 16-bit values."""
-    packed = tile.pack_row(gate)
-    span = TILE // QUAD
-    figure = make_subplots(rows=2, cols=1, row_heights=[0.62, 0.38], vertical_spacing=0.2)
-    firing = [[neuron in held for neuron in range(span * q, span * (q + 1))] for q, held in enumerate(packed.held)]
-    frames(figure, [[1 if one else None for one in line] for line in firing], 1)
-    squares(
-        figure,
-        [[q if one else QUAD for one in line] for q, line in enumerate(firing)],
-        (*LANES, plots.FAINT),
-        xgap=2,
-        ygap=3,
-        hovertemplate="neuron %{y} + %{x}<extra></extra>",
-        row=1,
-        col=1,
-    )
-    owner = [q for q, held in enumerate(packed.held) for _ in held][: WORDS - 1]
-    text = [f"<b>{packed.words[0]}</b>", *(str(word & 0xFFFF) for word in packed.words[1:])]
-    unused = WORDS - len(packed.words)
-    squares(
-        figure,
-        [[QUAD, *owner, *[None] * unused]],
-        (*map(_pale, LANES), "#BBBBBB"),
-        text=[[*text, *[""] * unused]],
-        texttemplate="%{text}",
-        textfont={"size": 9, "color": plots.INK},  # three digits leave a gap to the next word's
-        hoverinfo="skip",
-        xgap=3,
-        row=2,
-        col=1,
-    )
-    labels = [
-        f"lane {q}: {len(held)} fire, {before} before"
-        for q, (held, before) in enumerate(zip(packed.held, packed.before, strict=True))
-    ]
-    figure.update_yaxes(tickvals=[0, 1, 2, 3], ticktext=labels, autorange="reversed", showgrid=False, row=1, col=1)
-    figure.update_xaxes(title_text="register of the lane: its neurons in order", showgrid=False, row=1, col=1)
-    figure.update_yaxes(tickvals=[0], ticktext=["words: count, neurons"], showgrid=False, row=2, col=1)
-    figure.update_xaxes(title_text="word", range=[-0.5, WORDS - 0.5], showgrid=False, row=2, col=1)
-    title = "One row of a tile: who fires (framed), and where each lane writes"
-    return plots.styled(figure, title, height=360).update_layout(margin={"l": 165, "t": 55, "b": 45})
 
 
 def _pale(colour: str) -> str:

@@ -131,17 +131,3 @@ def _columns(cells: list[dict]) -> list[tuple[float, float]]:
         else:
             columns.append((nnz, nnz))
     return columns
-
-
-def host_share(rows: list[dict]) -> go.Figure:
-    """The share of a plain call's wall time that passes before the call returns, over the tokens: torch's dense layer
-    and TwELL. rows: of a "host-time" record, where `ms` is the time until the call returns."""
-    names = {"dense eager": NAMES[TORCH], "twell": NAMES[TWELL]}
-    shown = sorted((row for row in rows if row["path"] in names), key=lambda row: row["tokens"])
-    name, share = lambda row: names[row["path"]], lambda row: 100 * row["ms"] / row["wall_ms"]
-    times = lambda row: f"returns after {1e3 * row['ms']:.3g} us, result after {1e3 * row['wall_ms']:.4g} us"
-    said = lambda row: f"{name(row)}, {row['tokens']:,} tokens: {times(row)}"
-    figure = lines(go.Figure(), shown, "tokens", share, name, hover=said, looks=LOOKS)
-    title = "How much of a plain call is the host's: what passes before the call returns"
-    axes = {"x": "tokens", "log_x": {row["tokens"] for row in shown}, "y": "% of the wall time"}
-    return finish(figure, title, shown, 190, **axes).update_yaxes(range=[0, 104])

@@ -1,5 +1,5 @@
-"""What a tile goes through in kernels/sm90_gate_pack.cu, computed: its sizes, who holds which sum, how a row becomes
-words, and when the warpgroups work.
+"""What a tile goes through in kernels/sm90_gate_pack.cu, computed: its sizes, who holds which sum, which rows
+overflow, and when the warpgroups work.
 
 Nothing is drawn. Sizes are those that the kernel is compiled with; the layout of the sums is that of the PTX ISA
 (wgmma.mma_async, accumulators of m64nNk16).
@@ -7,7 +7,6 @@ Nothing is drawn. Sizes are those that the kernel is compiled with; the layout o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ...cuda.launch import Buffer, Call, run
 from ...formats import packed_and_pool
-from ...formats.twell import POOL_ROWS, TILE, WORDS, fires, join_words
+from ...formats.twell import POOL_ROWS, TILE
 from ...ops import gate_pack
 from ...ops.gated import gated_pooled
 
@@ -43,17 +42,6 @@ class Sizes(NamedTuple):
 SIZES = Sizes()
 
 
-def stages_that_fit(rows: int, columns: int, depth: int, shared: int, kept: int) -> int:
-    """Return how many stages of 16-bit values fit into `shared` bytes of which the epilogue keeps `kept`."""
-    return max(0, shared - kept) // (VALUE * depth * (rows + columns))
-
-
-def l2_bytes(tokens: int, d_model: int, d_ff: int, cluster: int) -> int:
-    """Bytes that all blocks ask the L2 cache for, at whole tiles: each its rows of x, and its part of the weights'."""
-    tiles = tokens // SIZES.rows * (d_ff // SIZES.columns)
-    return VALUE * d_model * tiles * (SIZES.rows + SIZES.columns // cluster)
-
-
 # ---- who holds which sum ----
 
 
@@ -65,43 +53,7 @@ def sums() -> tuple[Tensor, Tensor, Tensor]:
     return row // 16, lane, register
 
 
-def neuron_at(place: int) -> int:
-    """The neuron of a tile whose weights the kernel puts at row `place` of them, so that each lane of a quad holds
-    neighbouring neurons in order."""
-    return TILE // QUAD * (place % 8 // 2) + 2 * (place // 8) + place % 2
-
-
-# ---- how a row becomes words ----
-
-
-class PackedRow(NamedTuple):
-    """One row of a tile. held: for each lane of the quad the neurons that fire among its own; before: how many fire in
-    the lanes before it; words: those in use, as TwELL stores them."""
-
-    held: list[list[int]]
-    before: list[int]
-    words: list[int]
-
-
-def pack_row(gate: Tensor) -> PackedRow:
-    """Pack a row of a tile, a 16-bit value for each neuron, in the order of the kernel's steps.
-
-    gate: [256]. Each lane marks who fires among its 64, counts them, learns by shuffles how many there are before it,
-    and writes its own to the words from there on."""
-    quarters = gate.view(QUAD, -1)
-    marks = fires(quarters)  # a bit for each register of a lane
-    counts = marks.sum(1)  # __popc
-    before = (counts.cumsum(0) - counts).tolist()  # two __shfl_up_sync
-    words = [0] * WORDS
-    words[0] = int(counts.sum())
-    held = []
-    for lane in range(QUAD):
-        mine = marks[lane].nonzero()[:, 0] + lane * quarters.shape[1]
-        held.append(mine.tolist())
-        for rank, word in enumerate(join_words(gate[mine], mine).tolist(), 1 + before[lane]):
-            if rank < WORDS:
-                words[rank] = word
-    return PackedRow(held, before, words[: 1 + min(words[0], WORDS - 1)])
+# ---- rows that overflow ----
 
 
 def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[list[int], float]:
@@ -160,12 +112,3 @@ def schedule(beside: bool, tiles: int = 3, steps: int = 8, load: float = 0.7, pa
             work(PACKING, now, now + pack, "pack")
             now += pack
     return found
-
-
-def wall_time(launch: float, kernels: Sequence[float]) -> float:
-    """When the result of a call is there. launch: how long the host takes for each launch. kernels: how long each takes
-    on the GPU; one starts when it has been launched and the one before it has ended."""
-    done: float = 0
-    for number, kernel in enumerate(kernels, 1):
-        done = max(done, number * launch) + kernel
-    return done

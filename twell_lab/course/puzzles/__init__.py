@@ -1,4 +1,4 @@
-"""The notebook of CUDA puzzles: twelve kernels that the reader writes, each judged at once and drawn."""
+"""Kernels that the reader writes, in the notebook of CUDA puzzles and in later ones: judged at once, and drawn."""
 
 from . import figures
 from .cases import PUZZLES

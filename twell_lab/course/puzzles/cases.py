@@ -1,7 +1,8 @@
-"""The twelve puzzles: how each kernel is launched, what it has to give, and what would miss the point.
+"""The kernels that readers write: how each is launched, what it has to give, and what would miss the point.
 
 Inputs are multiples of a quarter: every order of adding gives the same sum, so that results are compared bit for bit,
-and a kernel that keeps them in whole numbers is wrong.
+and a kernel that keeps them in whole numbers is wrong. Where the order matters, products are exact: a GPU that does not
+round them before it adds gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Case:
     """One launch. arguments: by name, in the order of the kernel's; wanted: what outputs must hold afterwards.
 
     said: the sizes, in words. look: the block whose steps are kept. used: output -> the places that count (None: all).
+    read: output -> what makes all right ways to fill it alike. race: what is said of a race on shared memory, if not
+    that a barrier is missing.
     """
 
     said: str
@@ -34,6 +37,8 @@ class Case:
     wanted: dict[str, Tensor]
     look: int = 0
     used: dict[str, Tensor] = field(default_factory=dict)
+    read: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    race: str = ""
 
 
 class Seen:
@@ -79,23 +84,24 @@ Point = Callable[[Case, Seen], str | None]
 @dataclass(frozen=True)
 class Puzzle:
     """cases: makes fresh launches. point: what of a right launch misses the point, in words, or None. right: what is
-    said of an answer that passes."""
+    said of an answer that passes. notebook: the number of the one that asks for it."""
 
     title: str
     minutes: int
     cases: Callable[[], list[Case]]
     point: Point
     right: str
+    notebook: str = "06"
 
 
 PUZZLES: dict[str, Puzzle] = {}  # by the name of the kernel, its file and its exercise
 
 
-def _puzzle(title: str, minutes: int, point: Point, right: str):
+def _puzzle(title: str, minutes: int, point: Point, right: str, notebook: str = "06"):
     """Enter a function that makes the launches of a puzzle, which is called as the puzzle is."""
 
     def enter(cases: Callable[[], list[Case]]) -> Callable[[], list[Case]]:
-        PUZZLES[cases.__name__.removeprefix("_")] = Puzzle(title, minutes, cases, point, right)
+        PUZZLES[cases.__name__.removeprefix("_")] = Puzzle(title, minutes, cases, point, right, notebook)
         return cases
 
     return enter
@@ -173,6 +179,17 @@ def _grid_stride() -> list[Case]:
         x = _numbers(n)
         said = f"n = {n}, {blocks} blocks of {threads} threads"
         made.append(Case(said, (blocks,), (threads,), {"x": x, "out": _empty(n), "n": n}, {"out": 2 * x}))
+    return made
+
+
+@_puzzle("2-D indices", 10, _one_place_each("out"), "a thread has a row and a column, and stays within both.")
+def _add_bias() -> list[Case]:
+    made = []
+    for rows, columns in ((6, 40), (4, 32), (9, 7), (1, 65)):
+        x, bias, grid = _numbers(rows, columns), _numbers(columns), (-(-columns // 32), -(-rows // 4))
+        arguments = {"x": x, "bias": bias, "out": _empty(rows, columns), "rows": rows, "columns": columns}
+        said, last = f"{rows} rows of {columns}", math.prod(grid) - 1
+        made.append(Case(said, grid, (32, 4), arguments, {"out": x + bias}, look=last))
     return made
 
 
@@ -266,6 +283,44 @@ def _prefix_sum() -> list[Case]:
     return [Case("3 rows of 32", (3,), (32,), {"x": x, "out": _whole(3, 32)}, wanted, look=1)]
 
 
+def _sectors_of(row: int, width: int) -> int:
+    """The sectors that the loads of a warp touch which goes along a row of floats in steps of 32."""
+    first = 4 * width * row
+    ends = [(first + 4 * column, first + 4 * min(width, column + 32)) for column in range(0, width, 32)]
+    return sum(-(-end // SECTOR) - start // SECTOR for start, end in ends)
+
+
+def _along_rows(array: str, rows: list[int], case: Case, seen: Seen) -> str | None:
+    """Return what is wrong with loads that touch more than the sectors of these rows, in words."""
+    width = case.arguments[array].shape[1]
+    moved, least = seen.sectors(array), sum(_sectors_of(row, width) for row in rows)
+    which = f"a row of {width} floats lies" if len(rows) == 1 else f"the {len(rows)} rows of {width} floats lie"
+    if moved > least:
+        return (
+            f"{which} in {least} sectors, and the loads of a warp touch {moved}: let neighbouring lanes read "
+            "neighbouring columns."
+        )
+    return None
+
+
+def _dot_by_shuffles(case: Case, seen: Seen) -> str | None:
+    if seen.counts.shared_writes.accesses or seen.counts.atomics.accesses:
+        return "the sums go through memory; a shuffle hands a value from lane to lane without it."
+    if (steps := len(seen.operations())) > 6:
+        return f"the warp comes to {steps} shuffles; with distances 16, 8, 4, 2 and 1 it is 5."
+    return _along_rows("x", [case.look], case, seen)
+
+
+@_puzzle("a dot product in a warp", 15, _dot_by_shuffles, "32 partial sums, and five shuffles make one of them.")
+def _warp_dot() -> list[Case]:
+    made = []
+    for rows, width in ((3, 80), (2, 32), (3, 37), (2, 5)):
+        x, w = _numbers(rows, width), _numbers(width)
+        arguments = {"x": x, "w": w, "out": _empty(rows), "width": width}
+        made.append(Case(f"{rows} rows of {width}", (rows,), (32,), arguments, {"out": x @ w}, look=rows - 1))
+    return made
+
+
 def _sixteen_bytes(case: Case, seen: Seen) -> str | None:
     n = case.arguments["n"]
     for traffic, verb, kind in (
@@ -299,17 +354,22 @@ def _vector_loads() -> list[Case]:
 SPARE = 4  # reads of one entry: the compiler that watches an index may read it twice, and so may a reader
 
 
-def _counted_once(case: Case, seen: Seen) -> str | None:
-    thread, reads = _busiest(seen.reads("fired"))
-    if reads > SPARE:
-        return f"thread {thread} reads {reads} entries of fired; one for each thread is asked."
-    loads, least = seen.counts.global_reads.requests, -(-case.arguments["n"] // 32)
-    if loads > SPARE * least:
-        return f"the warps need {loads} load instructions; where each thread reads one entry, {least} are enough."
-    return None
+def _one_entry_each(array: str, arrays: int) -> Point:
+    """arrays: how many a thread has to read, this one among them."""
+
+    def point(case: Case, seen: Seen) -> str | None:
+        thread, reads = _busiest(seen.reads(array))
+        if reads > SPARE:
+            return f"thread {thread} reads {reads} entries of {array}; one for each thread is asked."
+        loads, least = seen.counts.global_reads.requests, arrays * -(-case.arguments["n"] // 32)
+        if loads > SPARE * least:
+            return f"the warps need {loads} load instructions; where each thread reads one entry, {least} are enough."
+        return None
+
+    return point
 
 
-@_puzzle("atomics", 5, _counted_once, "no firing is lost, in any order of threads.")
+@_puzzle("atomics", 5, _one_entry_each("fired", 1), "no firing is lost, in any order of threads.")
 def _neuron_counts() -> list[Case]:
     made = []
     for n, neurons in ((300, 40), (64, 3), (1, 5)):
@@ -321,17 +381,7 @@ def _neuron_counts() -> list[Case]:
 
 
 def _whole_sectors(case: Case, seen: Seen) -> str | None:
-    width, row = case.arguments["width"], int(case.arguments["index"][case.look])
-    moved, least, start = seen.sectors("table"), 0, 4 * width * row
-    for column in range(0, width, 32):  # a load of a warp: of odd widths it begins anywhere in a sector
-        first, end = start + 4 * column, start + 4 * min(width, column + 32)
-        least += -(-end // SECTOR) - first // SECTOR
-    if moved > least:
-        return (
-            f"a row of {width} floats lies in {least} sectors, and the loads of a warp touch {moved}: let neighbouring "
-            "lanes read neighbouring columns."
-        )
-    return None
+    return _along_rows("table", [int(case.arguments["index"][case.look])], case, seen)
 
 
 @_puzzle("a row gather", 10, _whole_sectors, "each sector of a row is touched once.")
@@ -342,6 +392,27 @@ def _gather_rows() -> list[Case]:
         arguments = {"table": table, "index": index, "out": _empty(rows, width), "width": width}
         wanted = {"out": table[index.long()]}
         made.append(Case(f"{rows} rows of {width}", (rows,), (32,), arguments, wanted, look=rows - 1))
+    return made
+
+
+def _gathered_once(case: Case, seen: Seen) -> str | None:
+    stores, least = seen.counts.global_writes.requests, case.grid[0] * -(-case.arguments["width"] // 32)
+    if stores > least:
+        return f"the warps store {stores} times, and {least} are enough: add up in a variable, and write it once."
+    return _along_rows("table", case.arguments["index"][case.look].tolist(), case, seen)
+
+
+@_puzzle("gather and multiply", 15, _gathered_once, "each row that is wanted is read once, times its value.")
+def _gather_multiply() -> list[Case]:
+    made = []
+    for rows, count, width in ((3, 5, 150), (2, 1, 64), (4, 7, 20)):
+        table, index = _numbers(20, width), torch.stack([torch.randperm(20)[:count] for _ in range(rows)])
+        values = _numbers(rows, count)
+        arguments = {"values": values, "index": index.int(), "table": table, "out": _empty(rows, width)}
+        arguments |= {"count": count, "width": width}
+        wanted = {"out": (values[..., None] * table[index]).sum(1)}
+        said = f"{rows} rows of {count} values, and {width} columns"
+        made.append(Case(said, (rows,), (64,), arguments, wanted, look=rows - 1))
     return made
 
 
@@ -407,4 +478,104 @@ def _gemm_tile() -> list[Case]:
         arguments = {"a": a, "b": b, "c": _empty(rows, columns), "columns": columns, "depth": depth}
         said = f"{rows} x {depth} times {depth} x {columns}"
         made.append(Case(said, (columns // SIDE, rows // SIDE), (SIDE, SIDE), arguments, {"c": a @ b}))
+    return made
+
+
+# ---- notebook 09 ----
+
+STAGE = 32  # rows and columns of a stage of two_stages
+
+
+def _own_barriers(case: Case, seen: Seen) -> str | None:
+    (blocks,), (threads,) = case.grid, case.block
+    if seen.counts.barriers > blocks * threads // 32:
+        return "all threads meet at a __syncthreads: while one warp adds, the other has to be able to copy."
+    copying = {thread for threads in seen.trace.reads("x").values() for thread in threads}
+    if late := sorted(thread for thread in copying if thread >= 32):
+        return f"thread {late[0]} reads x itself; warp 0 alone copies, and warp 1 adds what lies in shared memory."
+    moved, least = seen.sectors("x"), 4 * STAGE * case.arguments["depth"] // SECTOR
+    if moved > least:
+        return f"the copies touch {moved} sectors of x, and the rows lie in {least}: let lanes copy along a row."
+    own = [name for name in seen.trace.arrays if name not in case.arguments]
+    if case.arguments["depth"] > STAGE and max((len(seen.trace.reads(name)) for name in own), default=0) < 2 * STAGE**2:
+        return "one stage alone is used: while it is read, nothing can be copied."
+    return None
+
+
+@_puzzle("two stages", 25, _own_barriers, "one warp copies while the other adds, and neither is too early.", "09")
+def _two_stages() -> list[Case]:
+    made = []
+    for rows, depth in ((64, 160), (32, 32), (32, 64)):
+        x, race = _numbers(rows, depth), "Who uses a stage has to wait until the others have arrived at its barrier."
+        said, arguments = f"{rows} rows of {depth}", {"x": x, "out": _empty(rows), "depth": depth}
+        made.append(Case(said, (rows // STAGE,), (64,), arguments, {"out": x.sum(1)}, race=race))
+    return made
+
+
+def _votes(case: Case, seen: Seen) -> str | None:
+    if not seen.operations():
+        return "the lanes ask each other nothing; a ballot tells every lane at once which lanes below it fire."
+    return None
+
+
+@_puzzle("an epilogue that packs", 20, _votes, "the words leave the chip, and the sums never do.", "09")
+def _gemm_pack() -> list[Case]:
+    made = []
+    for rows, columns, depth in ((16, 64, 96), (8, 32, 32)):
+        sizes = (rows, depth), (depth, columns)
+        a, b = (torch.randint(1, 3, of) * (2 * torch.randint(0, 2, of) - 1) / 2 for of in sizes)  # exact in 16 bits
+        a[:, 0], b[0] = 1, -depth // 12  # few fire,
+        a[3, 0], a[5, 2] = -1, torch.nan  # many in one row, and all of another
+        form = TwELL.from_gate((a @ b).bfloat16(), 32, WORDS)
+        counts, word = form.counts.reshape(-1, 1), torch.arange(WORDS)
+        used = (word <= counts) & ((counts < 32) | (word == 0))  # the bits of a NaN are not said
+        arguments = {"a": a, "b": b, "packed": _whole(len(counts), WORDS), "columns": columns, "depth": depth}
+        said, wanted = f"{rows} x {depth} times {depth} x {columns}", {"packed": form.packed.reshape(-1, WORDS).int()}
+        made.append(Case(said, (columns // 32, rows // 8), (32, 8), arguments, wanted, used={"packed": used}))
+    return made
+
+
+# ---- notebook 11 ----
+
+
+@_puzzle("lists by neuron", 15, _one_entry_each("neuron", 3), "every entry has a place of its own.", "11")
+def _neuron_lists() -> list[Case]:
+    made = []
+    for tokens, d_ff, share in ((40, 12, 0.3), (7, 3, 1.0), (64, 40, 0.05)):
+        fired = torch.rand(tokens, d_ff) < share
+        fired[0, 0] = True
+        token, neuron = (each.int() for each in fired.nonzero(as_tuple=True))
+        owner, by_neuron = fired.T.nonzero(as_tuple=True)
+        counts, n = fired.sum(0), len(token)
+        arguments = {"token": token, "neuron": neuron, "starts": (counts.cumsum(0) - counts).int()}
+        arguments |= {"cursor": torch.zeros(d_ff, dtype=torch.int32), "lists": _whole(n), "n": n}
+        order = lambda lists, first=owner << 40: (first + lists).sort()[0] - first  # each list by itself
+        said, wanted = f"n = {n}, {d_ff} neurons", {"lists": by_neuron.int()}
+        made.append(Case(said, (-(-n // 64),), (64,), arguments, wanted, read={"lists": order}))
+    return made
+
+
+def _in_order(case: Case, seen: Seen) -> str | None:
+    if seen.counts.atomics.accesses:
+        return "sums of floats by atomics come out otherwise in each run, as the order does: walk the list in order."
+    first, end = case.arguments["starts"][case.look : case.look + 2].tolist()
+    return _along_rows("x", case.arguments["lists"][first:end].tolist(), case, seen)
+
+
+@_puzzle("the gradient of up", 15, _in_order, "silent tokens are not read, and every run gives the same bits.", "11")
+def _up_gradient() -> list[Case]:
+    made = []
+    for tokens, d_ff, d_model in ((40, 5, 80), (9, 3, 20)):
+        fired = torch.rand(tokens, d_ff) < 0.4
+        fired[:, 1], fired[:3, 2] = False, True
+        counts, lists = fired.sum(0), fired.T.nonzero()[:, 1]
+        starts, x = torch.cat([counts.new_zeros(1), counts.cumsum(0)]), torch.randn(tokens, d_model)
+        du = 2.0 ** torch.randint(-3, 4, lists.shape) * (2 * torch.randint(0, 2, lists.shape) - 1)  # exact products
+        wanted = torch.zeros(d_ff, d_model)
+        for neuron in range(d_ff):
+            for k in range(int(starts[neuron]), int(starts[neuron + 1])):
+                wanted[neuron] += du[k] * x[lists[k]]
+        arguments = {"starts": starts.int(), "lists": lists.int(), "du": du, "x": x, "dup": _empty(d_ff, d_model)}
+        said = f"{tokens} tokens, {d_ff} neurons, d_model {d_model}"
+        made.append(Case(said, (d_ff,), (64,), arguments | {"d_model": d_model}, {"dup": wanted}, look=2))
     return made

@@ -106,12 +106,13 @@ def trace_of(name: str, file: str | Path) -> Trace | None:
 
 
 def standing(folder: str | Path) -> str:
-    """Three lines on the kernels in a folder: which puzzles are solved, which are not, and what comes next.
+    """Three lines on the kernels in a folder: which of notebook 06 are solved, which are not, and what comes next.
 
     Every file is judged anew, so the lines hold after a restart too.
     """
-    right = {name: judge(name, Path(folder) / f"{name}.cu").right for name in PUZZLES}
-    numbers = {name: number for number, name in enumerate(PUZZLES, 1)}
+    asked = [name for name, puzzle in PUZZLES.items() if puzzle.notebook == "06"]
+    right = {name: judge(name, Path(folder) / f"{name}.cu").right for name in asked}
+    numbers = {name: number for number, name in enumerate(asked, 1)}
     left = [name for name, is_right in right.items() if not is_right]
     done = f"Right: {len(right) - len(left)} of {len(right)}."
     if not left:
@@ -150,7 +151,7 @@ def in_words(fault: Fault, case: Case, has_barriers: bool = False) -> str:
         if _is(given):
             return f"{thread} {verb} {place}, out of bounds: there are {given.numel()}.{where}"
     if isinstance(fault, faults.GlobalRace) and fault.array:
-        atomics = fault.kernel == "neuron_counts"  # which is about them
+        atomics = (fault.kernel, fault.array) in (("neuron_counts", "counts"), ("neuron_lists", "cursor"))
         if verb == "wrote" and " writes it" in str(fault):
             asked = " without an atomic."
             if not atomics:
@@ -168,6 +169,8 @@ def in_words(fault: Fault, case: Case, has_barriers: bool = False) -> str:
         what = f"{thread} {verb} {place} and {other} {does} it"
         if line == fault.other_line and line and re.search(rf"\b{fault.array}\s*[-+*/|&^]=", line.text):
             return f"{what}: all threads add to one place. Give each its own, and fold these.{where}"
+        if case.race:
+            return f"{what}, and nothing puts one before the other. {case.race}{where}"
         if has_barriers:
             asked = "Is one missing, or does it stand within an `if` that only one of them takes?"
             return f"{what}, and no barrier that both come to lies in between. {asked}{where}"
@@ -209,6 +212,8 @@ def _wrong(puzzle: str, case: Case, got: Mapping[str, Tensor], before: Mapping[s
     """The first place of an output that is not what it should be, and the likely mistake; None where all are right."""
     for name, want in case.wanted.items():
         mine, first = got[name], before[name]
+        if name in case.read and not torch.equal(mine, first):
+            mine = case.read[name](mine)
         used = case.used.get(name, torch.ones_like(want, dtype=torch.bool))
         differs = (mine != want) & used
         if not differs.any():

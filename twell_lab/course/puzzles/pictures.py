@@ -31,7 +31,7 @@ BARRIER = Panel("__syncthreads(): nobody goes on before all have come")
 
 def picture(name: str) -> tuple[str, list[Panel]]:
     """(title, panels) of a puzzle."""
-    return _PICTURES[name]()
+    return PICTURES[name]()
 
 
 def _panel(caption: str, cells: Iterable[Cell], across: int = 32, labels: Iterable[str] | None = None) -> Panel:
@@ -71,6 +71,19 @@ def _grid_stride() -> tuple[str, list[Panel]]:
             cells,
             labels=["0: block 0", "32: block 1", "64: block 0", "96: block 1", "128: block 0"],
         )
+    ]
+
+
+def _add_bias() -> tuple[str, list[Panel]]:
+    def block(framed: bool) -> tuple[tuple[Cell, ...], ...]:
+        own = lambda x, y: Cell(f"{x}", x, framed) if x < 8 and y < 2 else Cell(f"{x}", GHOST)
+        return tuple(tuple(own(x, y) for x in range(32)) for y in range(4))
+
+    rows = tuple(f"row {row}" for row in range(4, 8))
+    return "6 rows of 40: the last block, which begins at row 4 and column 32", [
+        Panel("<b>x</b>: read by thread x, of each y", block(False), rows),
+        _panel("<b>bias</b>: read by thread x", block(False)[0], labels=["from 32"]),
+        Panel("<b>out</b>: written by thread x; where there is no frame there is no memory", block(True), rows),
     ]
 
 
@@ -144,6 +157,20 @@ def _prefix_sum() -> tuple[str, list[Panel]]:
     ]
 
 
+def _warp_dot() -> tuple[str, list[Panel]]:
+    own, folds = _own(80, owner=lambda i: i % 32), [16, 8, 4, 2, 1]
+    lines = [[Cell(f"{lane}", lane) if lane < 2 * by else Cell("") for lane in range(32)] for by in folds]
+    return "A row of 80: each lane adds its products, then five shuffles add the lanes", [
+        _panel("<b>x</b> and <b>w</b>: read by lane", own),
+        Panel(
+            "<b>sum</b>: whose still count before the shuffle, by its distance",
+            tuple(map(tuple, lines)),
+            tuple(f"{by}" for by in folds),
+        ),
+        _panel("<b>out</b>: written by lane", [Cell("0", 0, True)]),
+    ]
+
+
 def _vector_loads() -> tuple[str, list[Panel]]:
     return "One warp, one load: 128 floats", [
         _panel(
@@ -187,6 +214,17 @@ def _gather_rows() -> tuple[str, list[Panel]]:
     ]
 
 
+def _gather_multiply() -> tuple[str, list[Panel]]:
+    index = 5, 0, 2
+    used = lambda row, lane: Cell(f"{lane}", lane) if row in index else Cell("")
+    table = tuple(tuple(used(row, lane) for lane in range(32)) for row in range(6))
+    factors = [f"value {index.index(row)}," if row in index else "" for row in range(6)]
+    return "index = [5, 0, 2]: three values for one row of out, the first 32 columns", [
+        Panel("<b>table</b>: read by thread", table, tuple(f"{said} row {row}" for row, said in enumerate(factors))),
+        _panel("<b>out</b>: the sum of the three, each times its value; written by thread", _own(32, True)),
+    ]
+
+
 def _pack_words() -> tuple[str, list[Panel]]:
     fires = _fires() + [place in (6, 20) for place in range(32)]
     gate = [Cell(f"{lane % 32}", lane % 32) if fires[lane] else Cell("") for lane in range(64)]
@@ -208,17 +246,20 @@ def _gemm_tile() -> tuple[str, list[Panel]]:
     return "A block of 16 x 16 threads makes a tile of c, from strips of a and b, tile by tile", []
 
 
-_PICTURES = {
+PICTURES = {
     "map": _map,
     "guard": _guard,
     "grid_stride": _grid_stride,
+    "add_bias": _add_bias,
     "neighbours": _neighbours,
     "block_sum": _block_sum,
     "ballot_count": _ballot_count,
     "prefix_sum": _prefix_sum,
+    "warp_dot": _warp_dot,
     "vector_loads": _vector_loads,
     "neuron_counts": _neuron_counts,
     "gather_rows": _gather_rows,
+    "gather_multiply": _gather_multiply,
     "pack_words": _pack_words,
     "gemm_tile": _gemm_tile,
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...simulator.source import code_only
 from ..verdicts import UNWRITTEN
-from .cases import SIDE, TILE, Case
+from .cases import SIDE, STAGE, TILE, Case
 
 Guess = Callable[..., Tensor]  # of the launch's arguments and the right output
 
@@ -37,6 +37,13 @@ def _tiles_turned(values: Tensor) -> Tensor:
     return values.view(rows, SIDE, columns, SIDE).permute(0, 3, 2, 1).reshape(values.shape)
 
 
+def _last_in_stage(x: Tensor) -> Tensor:
+    """Sums of rows where each stage holds the last tile that was copied there when it is read."""
+    tiles = x.view(len(x), -1, STAGE).sum(2)
+    last = tiles.shape[1] - 1 - torch.arange(tiles.shape[1]).sub(tiles.shape[1] - 1).abs() % 2
+    return tiles[:, last].sum(1)
+
+
 def _by_lanes(x: Tensor, adds: Callable[[int], int], distances: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Tensor:
     """Running sums by shuffles up, where a lane without one below gets its own. adds: distance -> first lane to add."""
     lane = torch.arange(x.shape[-1])
@@ -54,6 +61,11 @@ def _words(want: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return words
 
 
+def _counts(want: Tensor, fires: Tensor) -> Tensor:
+    """Packed words with these counts, and anything behind them."""
+    return torch.cat([fires.view(-1, 32).sum(1, keepdim=True), want[:, 1:] * torch.nan], 1)
+
+
 _OF_ALL: dict[str, Guess] = {
     "every value lost its sign": lambda given, want: want.abs(),
     "every value has the other sign": lambda given, want: -want,
@@ -67,6 +79,12 @@ _OF_ALL: dict[str, Guess] = {
     ),
 }
 _OWN: dict[str, dict[str, Guess]] = {
+    "add_bias": {
+        "the bias is not added": lambda given, want: given["x"],
+        "the bias of the row is added, not that of the column": lambda given, want: (
+            given["x"] + given["bias"][torch.arange(len(want)) % want.shape[1], None]
+        ),
+    },
     "neighbours": {
         "a thread's own value is not added": lambda given, want: want - given["x"],
         "the left neighbour is not added": lambda given, want: want - _beside(given["x"], 1),
@@ -118,6 +136,16 @@ _OWN: dict[str, dict[str, Guess]] = {
         "the distance 16 is missing": lambda given, want: _by_lanes(given["x"], int, (1, 2, 4, 8)),
         "the distance 1 is missing": lambda given, want: _by_lanes(given["x"], int, (2, 4, 8, 16)),
     },
+    "warp_dot": {
+        "these are sums of x: each value is to be multiplied by its w": lambda given, want: given["x"].sum(1),
+        "columns from 32 on are missing: do the lanes go on?": lambda given, want: given["x"][:, :32] @ given["w"][:32],
+        **{
+            f"the distance {by} is missing": lambda given, want, by=by: (given["x"] * given["w"])[
+                :, torch.arange(len(given["w"])) & by == 0
+            ].sum(1)
+            for by in (16, 8, 4, 2, 1)
+        },
+    },
     "vector_loads": {
         f"of each four values the {which} is not doubled": lambda given, want, part=part: torch.where(
             torch.arange(len(want)) % 4 == part, want / 2, want
@@ -133,6 +161,27 @@ _OWN: dict[str, dict[str, Guess]] = {
         "these are the rows in their order: `index` says which is wanted": lambda given, want: given["table"][
             : len(want)
         ],
+    },
+    "gather_multiply": {
+        "these are the first rows of the table: `index` says which are wanted": lambda given, want: (
+            given["values"] @ given["table"][: given["values"].shape[1]]
+        ),
+        "the rows are added without their values": lambda given, want: given["table"][given["index"].long()].sum(1),
+        "the last value of a row is missing": lambda given, want: (
+            want - given["values"][:, -1:] * given["table"][given["index"][:, -1].long()]
+        ),
+        "the last value of a row alone is there: is `sum` set to 0 for each?": lambda given, want: (
+            given["values"][:, -1:] * given["table"][given["index"][:, -1].long()]
+        ),
+    },
+    "two_stages": {
+        "a stage was overwritten before it was read: does the copying warp wait until it is empty?": (
+            lambda given, want: _last_in_stage(given["x"])
+        ),
+        "the last tile is missing": lambda given, want: given["x"][:, :-STAGE].sum(1),
+    },
+    "neuron_lists": {
+        "these are numbers of neurons, and tokens are asked": lambda given, want: given["neuron"].sort()[0],
     },
     "pack_words": {
         "the columns of the second half begin at 0 again": lambda given, want: _words(want, lambda w: w & ~32),
@@ -151,6 +200,10 @@ _OWN: dict[str, dict[str, Guess]] = {
             1,
         ),
     },
+    "gemm_pack": {
+        "NaN does not fire, and it should": lambda given, want: _counts(want, given["a"] @ given["b"] > 0),
+        "zeros fire, and they should not": lambda given, want: _counts(want, ~(given["a"] @ given["b"] < 0)),
+    },
     "gemm_tile": {
         "rows and columns of c are swapped within each tile": lambda given, want: _tiles_turned(want),
         "rows and columns of b's tiles are swapped": lambda given, want: given["a"] @ _tiles_turned(given["b"]),
@@ -163,6 +216,9 @@ _OWN: dict[str, dict[str, Guess]] = {
         ),
     },
 }
+
+_OF_WORDS = list(_OWN["pack_words"].items())[1:4]  # those that hold for tiles of any width
+_OWN["gemm_pack"].update(_OF_WORDS)
 
 
 def likely(puzzle: str, case: Case, output: str, got: Tensor, code: str = "") -> str:
@@ -179,6 +235,9 @@ def likely(puzzle: str, case: Case, output: str, got: Tensor, code: str = "") ->
         matters = used & ~guessed.isnan()
         if ((guessed == got) | ~matters).all() and (matters & (guessed != want)).any():
             return f" {words[0].upper()}{words[1:]}{'' if words.endswith('?') else '.'}"
+    floats = case.wanted[output].is_floating_point()
+    if floats and ((got - want).abs() <= 1e-5 * want.abs().max()).all():
+        return " Only the last digits are off: each addition rounds. Add in the order of the list."
     whole = got.round() == got
     if (whole | empty)[used.expand(got.shape)].all() and (used & (want.round() != want) & whole).any():
         return " The fractions are lost: is a value kept in an `int`?"

@@ -1,5 +1,5 @@
 """The work of the Hopper kernels, as notebook 09 computes it: bytes and operations, the versions of the gate kernel,
-tiles and turns, the pool.
+tiles, the pool.
 
 Nothing is drawn. Rows are those of the "inference" record (twell_lab.bench.forward) with `where`, as
 `course.hopper.data.recorded` returns them.
@@ -99,12 +99,6 @@ BEFORE = "gate GEMM (torch), then pack"  # what version 1 is compared with
 def versions(rows: list[dict], nnz: float = 29, tokens: int = 16384) -> list[dict]:
     """The rows of kind "gate" at this nnz and number of tokens, slowest first."""
     return sorted(select(rows, "gate", nnz, tokens=tokens, workload=LOGNORMAL), key=lambda row: -row["ms"])
-
-
-def turns(tokens: int, d_ff: int, pairs: int = 66, rows: int = 256, columns: int = TILE) -> int:
-    """In how many turns `pairs` pairs of blocks are done with all tiles of rows x columns."""
-    tiles = -(-tokens // rows) * -(-d_ff // columns)
-    return -(-tiles // pairs)
 
 
 # ---- the roofline ----

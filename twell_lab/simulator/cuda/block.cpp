@@ -7,10 +7,11 @@ enum { SHUFFLE, SHUFFLE_UP, SHUFFLE_DOWN, SHUFFLE_XOR, BALLOT, ANY, ALL, MATCH, 
        WAIT_BARRIER_AND, WAIT_BARRIER_COUNT };  // as SimCollective in cuda_on_cpu.h
 
 // The current thread has to wait: switches to the next lane of its warp that can run, or to run_block if none can.
-static void leave(Thread& me) {
+// round: whether lanes before it count too.
+static void leave(Thread& me, bool round = true) {
     Warp& w = *me.warp;
-    if (!w.runnable) return sim_switch(&me.sp, me.worker->main_sp);
     const uint32_t after = w.runnable & ~((2u << me.lane) - 1u);
+    if (!after && !(round && w.runnable)) return sim_switch(&me.sp, me.worker->main_sp);
     Thread* next = w.lane[__builtin_ctz(after ? after : w.runnable)];
     me.worker->guarded.running = next;
     sim_switch(&me.sp, next->sp);
@@ -135,6 +136,14 @@ static bool complete_if_all_there(Worker& worker, Warp& w, const Thread& t) {
 static void check_time(Thread& me) {
     Worker& w = *me.worker;
     if ((++w.ticks & 0xfff) == 0 && out_of_time(w)) stop(me, fault_of(me, TOO_LONG, me.wait_pc));
+}
+
+// __nanosleep: all others of the block get a turn before the thread goes on, so that it may wait for them in a loop.
+extern "C" __attribute__((noinline)) void sim_pause() {
+    Thread& me = *self();
+    me.wait_pc = (uint64_t)__builtin_return_address(0);
+    check_time(me);
+    leave(me, false);
 }
 
 extern "C" __attribute__((noinline)) uint64_t sim_warp_wide(int kind, unsigned mask, uint64_t value, int parameter, int width) {

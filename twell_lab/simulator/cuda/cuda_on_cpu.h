@@ -72,6 +72,7 @@ enum SimCollective {
 extern "C" {
 uint64_t sim_warp_wide(int kind, unsigned mask, uint64_t value, int parameter, int width);
 int sim_barrier(int kind, int predicate);
+void sim_pause();
 void sim_atomic(const void* address, int bytes, const void* place);
 void sim_fence(int device);
 void sim_watch_value(int name, double value);
@@ -86,6 +87,7 @@ SIM_INLINE void __syncthreads() { sim_barrier(SIM_BARRIER, 0); }
 SIM_INLINE int __syncthreads_or(int p) { return sim_barrier(SIM_BARRIER_OR, p != 0); }
 SIM_INLINE int __syncthreads_and(int p) { return sim_barrier(SIM_BARRIER_AND, p != 0); }
 SIM_INLINE int __syncthreads_count(int p) { return sim_barrier(SIM_BARRIER_COUNT, p != 0); }
+SIM_INLINE void __nanosleep(unsigned) { sim_pause(); }
 SIM_INLINE void __syncwarp(unsigned mask = 0xffffffffu) { sim_warp_wide(SIM_SYNCWARP, mask, 0, 0, 32); }
 SIM_INLINE unsigned __ballot_sync(unsigned mask, int p) { return (unsigned)sim_warp_wide(SIM_BALLOT, mask, p != 0, 0, 32); }
 SIM_INLINE int __any_sync(unsigned mask, int p) { return (int)sim_warp_wide(SIM_ANY, mask, p != 0, 0, 32); }
