@@ -295,17 +295,17 @@ def test_a_named_recording_is_made_and_kept(capsys, tmp_path, recordings):
     assert cli.main(["record", "other"]) == 2 and "accepted: example" in capsys.readouterr().err
 
 
-def test_the_course_is_copied_and_never_overwrites(capsys, tmp_path):
+def test_the_course_is_written_and_never_overwrites(capsys, tmp_path):
     folder = tmp_path / "a new" / "folder"
     said = json.loads(ask(capsys, "course", str(folder), "--no-open", "--json"))
     names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
-    assert said["notebooks"] == names == sorted(path.name for path in folder.iterdir())
+    assert said["notebooks"] == names == sorted(path.name for path in folder.glob("*.ipynb"))
     (folder / names[3]).write_text("mine")
-    for name in names[:3]:
-        (folder / name).unlink()
-    assert cli.main(["course", str(folder), "--no-open"]) == 2
-    assert names[3] in capsys.readouterr().err
-    assert (folder / names[3]).read_text() == "mine" and not (folder / names[0]).exists()
+    (folder / names[0]).unlink()
+    assert names[3] in ask(capsys, "course", str(folder), "--no-open")
+    assert (folder / names[3]).read_text() == "mine" and (folder / names[0]).exists()
+    assert cli.main(["course", str(folder), "--no-open", "--alone"]) == 2
+    assert "accepted: once pyproject.toml names one" in capsys.readouterr().err
 
 
 def test_the_course_is_opened_in_jupyterlab_whose_status_it_gives_back(capsys, tmp_path, monkeypatch):
