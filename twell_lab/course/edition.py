@@ -42,7 +42,7 @@ def student(notebook: dict, name: str, address: str = "", alone: bool = False) -
             place = f"{address}/blob/{BRANCH}/{file}" if alone else file
             told = f'**Stuck?** Run `exercises.hint("{exercise}")` in a new cell, twice for a second hint.'
             text = _ANSWER.sub(lambda answer: f"{told} [{answer[1]}]({place}).", text)
-            text = _lead(_STORED.sub("", text), address, alone)
+            text = _lead(_STORED.sub("", text).rstrip("\n"), address, alone)
         cells.append({**cell, "source": text.splitlines(keepends=True)})
     title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].lstrip("# ")
     return {**notebook, "cells": cells}, "\n".join([f"# Answers to {title}\n", *answers]) if answers else ""
