@@ -37,7 +37,7 @@ help:
 	@echo "make test-long  set everything up, then run for an hour or so what is rare and long: all of tests/nightly but Colab and a browser"
 	@echo "make test-colab    set everything up, then run each notebook from the wheel with Colab's versions (gigabytes, once)"
 	@echo "make test-browser  set everything up, then move each notebook's widget by keyboard in JupyterLab in a browser"
-	@echo "make lab     set everything up, then open the course in JupyterLab"
+	@echo "make lab     set everything up, then open the course in JupyterLab, to be filled in, in twell-lab-course"
 	@echo "make site    set everything up, then make pages of the course, the worklogs and the library: build/site/index.html"
 	@echo "make setup   only set up, into $(VENV); STACK=cpu, cu12 or cu13 (here: $(STACK)), PYTHON=python3.12"
 	@echo "make clean   remove $(VENV), build/ and caches"
@@ -113,7 +113,7 @@ test-browser: setup
 	@$(BIN)/python -m pytest -rs --durations=0 tests/nightly/test_browser.py $(COURSE_ARGS)
 
 lab: setup
-	@$(BIN)/jupyter lab notebooks
+	@$(BIN)/twell-lab course
 
 site: export NO_MKDOCS_2_WARNING := 1
 site: setup

@@ -1,5 +1,4 @@
-"""What a wheel of this package has beyond its files: the notebooks without outputs or links into the checkout, and a
-README for an index."""
+"""What a wheel of this package has beyond its files: the notebooks without outputs, and a README for an index."""
 
 import json
 import re
@@ -13,8 +12,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 class NotebooksWithoutOutputs(BuildHookInterface):
     """Writes them into a temporary folder, from where the wheel takes them: outputs are megabytes of figures, and the
-    reader makes new ones. Links to the checkout's other folders become the names of what they lead to. An editable
-    install reads the checkout's."""
+    reader makes new ones. `twell-lab course` makes the student's edition of them. An editable install reads the
+    checkout's."""
 
     def initialize(self, version: str, build_data: dict) -> None:
         if version != "standard":
@@ -25,9 +24,6 @@ class NotebooksWithoutOutputs(BuildHookInterface):
             for cell in notebook["cells"]:
                 if cell["cell_type"] == "code":
                     cell |= {"outputs": [], "execution_count": None}
-                else:
-                    text = re.sub(r"\[([^\]]*)\]\(\.\./([^)]*)\)", r"\1 (`\2`)", "".join(cell["source"]))
-                    cell["source"] = text.splitlines(keepends=True)
             bare = self.folder / path.name
             bare.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             build_data["force_include"][str(bare)] = f"twell_lab/notebooks/{path.name}"

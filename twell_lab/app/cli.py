@@ -208,9 +208,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "course": Command(
         "commands:course",
-        "Copy the course's notebooks into a folder and open JupyterLab there.",
-        option("folder", "DIR", "a folder that has none of them yet", Path("twell-lab-course"), nargs="?"),
-        option("--no-open", None, "only copy them", action="store_false", dest="open"),
+        "Write the course's notebooks, to be filled in, into a folder and open JupyterLab there.",
+        option(
+            "folder", "DIR", "where; notebooks that are there stay as they are", Path("twell-lab-course"), nargs="?"
+        ),
+        option("--no-open", None, "only write them", action="store_false", dest="open"),
+        option("--alone", None, "links lead to the repository, for notebooks that are opened one by one"),
     ),
     "submit": Command(
         "commands:submit",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,23 +34,20 @@ def tour(options: Namespace) -> Answer:
 
 
 def course(options: Namespace) -> Answer:
-    """Copy the notebooks into a folder and run JupyterLab there, whose exit status is then the command's.
+    """Write the student's edition of the notebooks into a folder and run JupyterLab there, whose exit status is then
+    the command's. What is there already stays as it is."""
+    from ..course import edition
 
-    Raises InputError where one of them is there already: a reader's work is never overwritten."""
-    folder, notebooks = options.folder, sorted(core.notebooks_dir().glob("*.ipynb"))
+    folder = options.folder
     if options.open and find_spec("jupyterlab") is None:
         from .doctor import install_command
 
         raise StackError(f"JupyterLab is not installed; accepted: --no-open, or first {install_command('course')}")
-    if there := [path.name for path in notebooks if (folder / path.name).exists()]:
-        raise InputError(
-            f"{str(folder)!r} holds {there[0]} already; accepted: another folder, or to go on in this one: "
-            f"jupyter lab {shlex.quote(str(folder))}"
-        )
     check_folder(folder)
-    for path in notebooks:
-        shutil.copyfile(path, folder / path.name)
-    said, status = f"course: {len(notebooks)} notebooks are in {folder}", 0
+    new, stayed = edition.write(folder, options.alone)
+    notebooks, status = [name for name in new if name.endswith(".ipynb")], 0
+    said = f"course: {len(notebooks)} new notebooks are in {folder}"
+    said += f"; as they were, since they are there and differ: {', '.join(stayed)}" if stayed else ""
     if options.open:
         print(f"{said}; opening JupyterLab there; Ctrl-C ends it", file=sys.stderr)
         lab = subprocess.Popen([sys.executable, "-m", "jupyterlab", str(folder)])
@@ -60,7 +56,7 @@ def course(options: Namespace) -> Answer:
             status = lab.wait()
         finally:
             signal.signal(signal.SIGINT, before)
-    return Answer({"folder": str(folder), "notebooks": [path.name for path in notebooks]}, said, status)
+    return Answer({"folder": str(folder), "notebooks": notebooks, "stayed": stayed}, said, status)
 
 
 def submit(options: Namespace) -> Answer:

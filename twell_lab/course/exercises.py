@@ -8,7 +8,11 @@ notebooks against these checks.
 from __future__ import annotations
 
 import random
+import tomllib
+from collections import Counter
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -42,16 +46,18 @@ from .training import data as training_data
 from .verdicts import NotYet, by_hand, close, near, same, same_list, skipping, written
 
 RIGHT = "Right"
+_refusals: Counter[str] = Counter()  # in this session, by exercise
+_shown: Counter[str] = Counter()  # hints
 
 
 def check(name: str, answer: object) -> None:
     """Print whether an answer is right and, if not, an input for which it is wrong. A wrong answer never raises.
 
     name: of the exercise. answer: the reader's function or prediction, or the path of the reader's kernel file. A right
-    answer is remembered (`progress`). Raises KeyError for an unknown name.
+    answer is remembered (`progress`). From the second refusal on, a line names the hints. Raises KeyError for an
+    unknown name.
     """
-    if name not in CHECKS:
-        raise KeyError(f"no exercise is called {name!r}; there are {', '.join(CHECKS)}")
+    _must_exist(name)
     try:
         theirs = THEIRS.get(name, ())
         said = CHECKS[name](by_hand(answer, theirs) if theirs and callable(answer) else answer)
@@ -62,6 +68,30 @@ def check(name: str, answer: object) -> None:
     else:
         print(f"{RIGHT}: {said}")
         progress.remember(name)
+        return
+    if _refusals[name]:  # the first one came before the reader wrote anything, or says enough
+        print(f'For a hint: exercises.hint("{name}")')
+    _refusals[name] += 1
+
+
+def hint(name: str) -> None:
+    """Print the first hint of an exercise; called once more, the second, which says more. KeyError for an unknown
+    name."""
+    _must_exist(name)
+    number = min(_shown[name] + 1, 2)
+    print(f"Hint {number} of 2: {hints()[name][number - 1]}")
+    _shown[name] = number
+
+
+@cache
+def hints() -> dict[str, list[str]]:
+    """Return the two hints of each exercise, from hints.toml."""
+    return tomllib.loads(Path(__file__).with_name("hints.toml").read_text(encoding="utf-8"))
+
+
+def _must_exist(name: str) -> None:
+    if name not in CHECKS:
+        raise KeyError(f"no exercise is called {name!r}; there are {', '.join(CHECKS)}")
 
 
 def _weights_read(answer) -> str:

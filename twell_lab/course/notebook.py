@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -23,24 +25,49 @@ MOVES = "# moves the widget"  # one with a line that begins so is left out where
 _LEFT_OUT = "Not run: this cell needs a C++ compiler."
 _UNMOVED = "Not run: this cell moves the widget, which needs ipywidgets."
 STORING = "TWELL_LAB_STORE"  # set by notebooks/store.py: figures are stored as pictures too
+MY_KERNELS = Path("my-kernels")  # in the working folder, which is the notebook's: what a reader writes and has solved
+DRIVE = Path("/content/drive/MyDrive")  # where Colab shows a reader's Google Drive, once it is mounted
+_GUESS = re.compile(r"guess(es|, \w+)? = [^#]*\.\.\.")  # of the student's edition (edition.py), still with its dots
+_UNGUESSED = f"_guess = __import__({__name__!r}, fromlist=['_']).Unguessed(); "
+_PREDICT = "Predict first: write your guess in place of the dots, and run this cell again. Then it shows what came out."
 
 
 def setup(seed: int = 0) -> str:
     """Prepare a notebook; prints a line about the machine and one about what runs on it, and returns the device, "cuda"
     or "cpu".
 
-    Seeds torch, silences the warnings that would bury results, picks plotly's renderer, and has cells marked MOVES left
-    out where ipywidgets is missing.
+    Seeds torch, silences the warnings that would bury results, picks plotly's renderer, has cells marked MOVES left
+    out where ipywidgets is missing, and keeps what the reader writes in Drive where that is mounted.
     """
     torch.manual_seed(seed)
     _transform(_unmoved, importlib.util.find_spec("ipywidgets") is None)
+    _transform(_dots, True)
     warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
     warnings.filterwarnings("ignore", message=".*Sparse invariant checks are implicitly disabled.*")
     warnings.filterwarnings("ignore", message=".*IProgress not found.*")
     use_renderer()
     print(f"This machine: {provenance()}")
     print(what_runs())
+    if kept := keep_in_drive():
+        print(kept)
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def keep_in_drive() -> str:
+    """Make MY_KERNELS a link to a folder in DRIVE, which outlives the session, and return a line about it; "" where no
+    Drive is mounted. A folder with files in it stays where it is."""
+    if not DRIVE.is_dir():
+        return ""
+    there = DRIVE / "twell-lab" / MY_KERNELS.name
+    try:
+        there.mkdir(parents=True, exist_ok=True)
+        if MY_KERNELS.is_dir() and not MY_KERNELS.is_symlink():
+            MY_KERNELS.rmdir()  # an empty one alone
+        if not MY_KERNELS.is_symlink():
+            MY_KERNELS.symlink_to(there, target_is_directory=True)
+    except OSError as error:
+        return f"{MY_KERNELS} is not kept in Drive ({error.strerror}): copy what you need from it to {there}."
+    return f"What you write is kept in {there}."
 
 
 def what_runs() -> str:
@@ -104,6 +131,32 @@ def _left_out(lines: list[str]) -> list[str]:
 def _unmoved(lines: list[str]) -> list[str]:
     """The same for cells that move a widget."""
     return [f"print({_UNMOVED!r})\n"] if any(line.strip().startswith(MOVES) for line in lines) else lines
+
+
+def _dots(lines: list[str]) -> list[str]:
+    """The same for cells that wait for a guess: it stands for itself."""
+    return [_UNGUESSED + line.replace("...", "_guess") if _GUESS.match(line) else line for line in lines]
+
+
+class Unguessed:
+    """A guess that nobody has written yet. The cell that makes one runs to its end, since later cells need what it
+    computes, but shows nothing except a line that asks for the guess."""
+
+    def __init__(self) -> None:
+        from IPython.utils.capture import capture_output
+
+        events, hidden = _shell().events, capture_output()
+
+        def shown_again(*_) -> None:
+            events.unregister("post_run_cell", shown_again)
+            hidden.__exit__(None, None, None)
+            print(_PREDICT)
+
+        hidden.__enter__()
+        events.register("post_run_cell", shown_again)
+
+    def __format__(self, spec: str) -> str:
+        return "..."
 
 
 def _transform(each: Callable[[list[str]], list[str]], wanted: bool) -> None:

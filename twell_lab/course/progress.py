@@ -1,6 +1,6 @@
 """Which exercises a reader has solved: remembered in a small file, so that it outlives a kernel's restart.
 
-The file lies where readers' kernels do, in my-kernels beside the notebook, which git ignores. Nothing depends on it:
+The file lies where readers' kernels do, in my-kernels beside the notebook. Nothing depends on it:
 one that cannot be read counts as empty, and one that cannot be written is left alone.
 """
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from pathlib import Path
 
 from .. import core
 from . import notebook
 
-FILE = Path("my-kernels", "solved.json")  # in the working folder, which is the notebook's
+FILE = notebook.MY_KERNELS / "solved.json"
 _CALL = re.compile(r'exercises\.check\(\\"(\w+)\\"')  # as it stands in a notebook's JSON
 _TITLE = re.compile(r"# (?:(\d\d) · )?(.+?)(?:\\n)?\"")
 

@@ -13,10 +13,10 @@ from .. import core
 from ..core import InputError, TwellError, write_atomically
 from ..models.tiny import LanguageModel
 from . import exercises
+from .notebook import MY_KERNELS as FOLDER
 from .sweep import checkpoint
 from .verdicts import NotYet
 
-FOLDER = Path("my-kernels")  # in the working folder, which is the notebook's
 MODEL = FOLDER / "model"
 _ANSWER = re.compile(r"```cuda\n(.*?)```", re.DOTALL)
 

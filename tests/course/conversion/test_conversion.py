@@ -113,14 +113,11 @@ def test_the_trained_twin_is_held_against_the_one_that_was_not(judged, monkeypat
     assert conversion.trained(judged, "") == []  # no model of data/checkpoints
     free = replace(judged, what="l1-free")
     sparse = replace(judged, what="sparse", alone=judged.alone - 5)
-    monkeypatch.setattr(data, "checkpoints", lambda: ["l1-free", "sparse"])
     monkeypatch.setattr(data, "shipped", lambda name, text, device: sparse)
     one, half = conversion.trained(free, "prose")
     assert one["change"] == one["low"] == 0 and half["density"] == pytest.approx(one["density"] / 2, rel=0.01)
     assert {one["way"], half["way"]} == {"train"} and {one["model"], half["model"]} == {"l1-free"}
     assert half["what"] == data.THEN_CUT and half["steps"] == one["steps"] == 1900
-    monkeypatch.setattr(data, "checkpoints", lambda: ["small"])
-    assert conversion.trained(free, "prose") == []
 
 
 @pytest.mark.parametrize(("change", "said"), ((0.0, "convert"), (9.0, "cut"), (5.2, "unclear")))

@@ -64,11 +64,9 @@ def test_the_best_sparse_point_is_what_it_must_be():
 # The models that are shipped
 
 
-def test_an_installed_package_names_the_models_that_it_leaves_out(monkeypatch, tmp_path):
-    small = course.core.data_dir() / "checkpoints" / "small"
-    shutil.copytree(small, tmp_path / "checkpoints" / "small")
+def test_an_installed_package_has_smaller_twins_of_the_large_models(monkeypatch, tmp_path):
+    assert {course.folder(name).name for name in course.checkpoints()} == {"l1-free", "small", "sparse"}
+    for name in ("small", "l1-free-small", "sparse-small"):
+        shutil.copytree(course.core.data_dir() / "checkpoints" / name, tmp_path / "checkpoints" / name)
     monkeypatch.setattr(course.core, "data_dir", lambda: tmp_path)
-    assert course.checkpoints() == ["small"]
-    assert course.checkpoint("small").config.d_ff == 512
-    with pytest.raises(course.StackError, match="'sparse' is not in an installed package.*'small' is here"):
-        course.checkpoint("sparse")
+    assert [course.checkpoint(name).config.d_ff for name in course.checkpoints()] == [384, 512, 384]

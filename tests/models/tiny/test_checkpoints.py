@@ -92,6 +92,30 @@ def test_the_sparse_layers_give_the_same_answer(models):
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
+# ---- the smaller pair, which an installed package has in their place ----
+
+
+@pytest.fixture(scope="module")
+def pair():
+    names = [f"{name}-small" for name in NAMES]
+    return [
+        (LanguageModel.load(FOLDER / name).eval(), json.loads((FOLDER / name / "made.json").read_text()))
+        for name in names
+    ]
+
+
+def test_the_smaller_pair_fires_and_predicts_as_stated_and_l1_makes_the_difference(pair):
+    windows = WINDOWS.flatten()[: 7 * 129].view(7, 129)
+    for model, made in pair:
+        nnz = [layer["nnz"] for layer in sweep.who_fires(model, windows)["layers"]]
+        assert sum(nnz) / len(nnz) == pytest.approx(made["mean_nnz"], rel=0.2)
+        assert objective.bits_per_byte(model, windows) == pytest.approx(made["validation_bits_per_byte"], rel=0.2)
+    free, sparse = (made for _, made in pair)
+    assert sparse["validation_bits_per_byte"] < 1.01 * free["validation_bits_per_byte"]
+    assert sparse["mean_nnz"] < 0.25 * free["mean_nnz"] and free["zeros"] < 0.8
+    assert free["config"] | {"l1": 0.001} == sparse["config"]
+
+
 # ---- the wide one, whose layer a CPU computes faster without its silent neurons ----
 
 

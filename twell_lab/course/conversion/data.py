@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import records
+from ... import core, records
 from ...analysis.profile import profile
 from ...layers.find import feed_forwards
 from ...layers.terms import LayerTerm, layer_terms
@@ -29,7 +29,7 @@ from ...training.config import TrainConfig, l1_coefficient, learning_rate
 from ...training.sweep import cost, pressed
 from ...training.text.source import Text, random_windows
 from ..own_model.data import Own, read, windows
-from ..sweep.data import checkpoints, where
+from ..sweep.data import folder, where
 from ..training.data import SMALL
 
 HERE = "here, now"
@@ -205,12 +205,12 @@ def _density(model: nn.Module, tokens: Tensor) -> float:
 
 def trained(l1_free: Judged, text: str, device: str = "cpu") -> list[dict]:
     """The point of the shipped model "sparse", which was trained with L1, held against "l1-free" on the same windows,
-    and that of a cut of it to half as many neurons. None where these models are not here."""
-    if not {"sparse", "l1-free"} <= {*checkpoints()} or l1_free.what != "l1-free":
+    and that of a cut of it to half as many neurons. None for another model than "l1-free"."""
+    if l1_free.what != "l1-free":
         return []
     sparse = replace(shipped("sparse", text, device), what=l1_free.what, alone=l1_free.alone)
-    sweep = _newest("sweep-small")
-    takes = {"way": "train", "steps": sweep.rows[0]["config"]["steps"] if sweep else 0}
+    made = core.read_json(folder("sparse") / "made.json", "the model's card")
+    takes = {"way": "train", "steps": made["config"]["steps"]}
     (point,), halved = cut(sparse, [0.0]), cut_to(sparse, sparse.density / 2)
     return [point | takes | {"what": "with L1"}, halved | takes | {"what": THEN_CUT}]
 
@@ -218,16 +218,17 @@ def trained(l1_free: Judged, text: str, device: str = "cpu") -> list[dict]:
 def recorded() -> list[dict]:
     """Points of the recorded sweeps, each run held against its twin without L1; none where no sweep is recorded.
 
-    `model` is "l1-free" for the sweep in which that model was trained, and the number of weights for the other."""
-    points = []
+    `model` is "l1-free" for the sweep in which that model was trained, where it is here (`folder`), and the number of
+    weights for the other."""
+    points, here = [], folder("l1-free").name == "l1-free"
     for record in filter(None, (_newest("sweep-small"), _newest("sweep"))):
         rows = [row | {"label": _named(row)} for row in record.rows]
         for row in pressed(rows):
-            small = record.name == "sweep-small"
+            trained_there = here and record.name == "sweep-small"
             points.append(
                 {
                     "way": "train",
-                    "model": "l1-free" if small else f"{row['parameters'] / 1e6:.0f}M weights",
+                    "model": "l1-free" if trained_there else f"{row['parameters'] / 1e6:.0f}M weights",
                     "what": f"L1 {row['config']['l1']:g}",
                     "density": 1 - row["zeros"],
                     "change": 100 * cost(row, rows),

@@ -14,7 +14,6 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
-from ... import core
 from ...analysis import costs, predict
 from ...analysis.plan import Plan
 from ...analysis.profile import FiringProfile
@@ -27,7 +26,7 @@ from ...models.tiny import LanguageModel
 from ...ops.clock import dtype_for
 from ...training.text.source import spread_windows
 from ...training.text.tokenizer import tokenizer_of
-from ..sweep.data import checkpoints
+from ..sweep.data import CHECKPOINTS, folder
 
 CONTEXT = 512  # tokens of a window at most
 _PROSE = re.compile(r"[A-Za-z ,.;:'\"()!?\n-]{120,}")
@@ -65,14 +64,14 @@ class Own:
 def read(name: str | os.PathLike, device: str = "cpu") -> Own:
     """A model with its tokenizer, in the device's fastest dtype.
 
-    name: one of data/checkpoints that is here ("sparse", "l1-free", "small"), or what `twell_lab.load` takes: a folder,
+    name: one of data/checkpoints ("sparse", "l1-free", "small"), or what `twell_lab.load` takes: a folder,
     or a name of the Hugging Face Hub. Raises what that does, and InputError for a folder without a tokenizer."""
-    shipped = name in checkpoints()
+    shipped = name in CHECKPOINTS
     called = Path(name).name if os.path.isdir(name) else str(name)
-    folder = core.data_dir() / "checkpoints" / name if shipped else published.folder_of(name)
-    model = published.load(folder, dtype=dtype_for(device), device=device)
+    place = folder(name) if shipped else published.folder_of(name)
+    model = published.load(place, dtype=dtype_for(device), device=device)
     if isinstance(model, LanguageModel):
-        own = tokenizer_of(folder, model.config.vocabulary)
+        own = tokenizer_of(place, model.config.vocabulary)
 
         def encode(text: str) -> Tensor:
             return own.encode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).long()
@@ -81,7 +80,7 @@ def read(name: str | os.PathLike, device: str = "cpu") -> Own:
             return own.decode(tokens).decode("utf-8", "replace")
 
         return Own(called, shipped, model, min(CONTEXT, model.config.context), encode, decode)
-    theirs = published.tokenizer_of(Path(folder))
+    theirs = published.tokenizer_of(Path(place))
     context = getattr(model.config, "max_position_embeddings", None) or CONTEXT
     return Own(
         called,
@@ -94,8 +93,8 @@ def read(name: str | os.PathLike, device: str = "cpu") -> Own:
 
 
 def never_sparse(mine: Own, device: str = "cpu") -> Own:
-    """The reader's model; in the place of a shipped one its twin that was trained without L1, where that is here."""
-    return read("l1-free", device) if mine.shipped and "l1-free" in checkpoints() else mine
+    """The reader's model; in the place of a shipped one the twin that was trained without L1."""
+    return read("l1-free", device) if mine.shipped else mine
 
 
 # ---- what it reads and says ----

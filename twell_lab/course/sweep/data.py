@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ... import core, records
-from ...core import InputError, RecordError, StackError
+from ...core import InputError, RecordError
 from ...models.tiny import LanguageModel
 from ...training.sweep import pressed, twin
 from ..recorded import device_and_day
@@ -62,19 +64,20 @@ CHECKPOINTS = ("l1-free", "small", "sparse")
 
 
 def checkpoints() -> list[str]:
-    """The names of CHECKPOINTS that are here: all in a checkout, "small" alone in an installed package."""
-    folder = core.data_dir() / "checkpoints"
-    return [name for name in CHECKPOINTS if (folder / name / "model.safetensors").is_file()]
+    """The names of CHECKPOINTS, which are here also in an installed package."""
+    return list(CHECKPOINTS)
+
+
+def folder(name: str) -> Path:
+    """The folder of one of CHECKPOINTS; in an installed package that of a smaller twin for "l1-free" and "sparse".
+    InputError for another name."""
+    if name not in CHECKPOINTS:
+        raise InputError(f"name is {name!r}; accepted: {', '.join(CHECKPOINTS)}")
+    whole = core.data_dir() / "checkpoints" / name
+    return whole if whole.is_dir() else whole.with_name(f"{name}-small")
 
 
 def checkpoint(name: str) -> LanguageModel:
-    """A trained model on the CPU; data/checkpoints/README.md says what each of CHECKPOINTS is. InputError for another
-    name, StackError for one that the installed package leaves out for its size."""
-    if name not in CHECKPOINTS:
-        raise InputError(f"name is {name!r}; accepted: {', '.join(CHECKPOINTS)}")
-    if name not in checkpoints():
-        raise StackError(
-            f"the model {name!r} is not in an installed package: it lies in data/checkpoints of the project's "
-            f"repository; {', '.join(checkpoints())!r} is here"
-        )
-    return LanguageModel.load(core.data_dir() / "checkpoints" / name).eval()
+    """The trained model in `folder`, on the CPU; data/checkpoints/README.md says what each is. InputError for a name
+    that is none of CHECKPOINTS."""
+    return LanguageModel.load(folder(name)).eval()
