@@ -221,6 +221,20 @@ def test_a_small_factor_and_the_mode_are_named():
     assert "TypeError" in difference(two) and "takes x alone" in difference(two)
 
 
+def replaced(layer, part):
+    """Have a part of the layer, or itself, give three times as much."""
+    given = part.forward
+    part.forward = lambda x: 3 * given(x)
+    return layer
+
+
+@pytest.mark.parametrize("kind", [GatedFeedForward, PlainFeedForward])
+@pytest.mark.parametrize("place", ["", "up_proj", "down_proj"])
+def test_a_changed_layer_of_the_librarys_own_is_asked(kind, place):
+    layer = kind(D_MODEL, D_FF)
+    assert difference(layer) is None and difference(replaced(layer, layer.get_submodule(place))) is not None
+
+
 def double(layer, x):
     return layer.down_proj(layer.act_fn(layer.gate_proj(x)) * layer.act_fn(layer.up_proj(x)))
 

@@ -33,7 +33,8 @@ from .page import FORMAT, WITH, WITHOUT
 from .speak_commands import in_turn, planned, speak
 from .terminal import said_fast
 
-_QUICK: dict = dict(steps=12, batch=4, context=32, layers=2, warmup=2, log_every=2, eval_every=6, eval_windows=16)
+_QUICK: dict = dict(d_model=64, d_ff=256, heads=2, layers=2, context=32, steps=12, batch=4, warmup=2)
+_QUICK |= dict(log_every=2, eval_every=6, eval_windows=16)
 _DURATION = "about three minutes on two CPU cores, one with a GPU; --quick takes half a minute and says nothing"
 _STEPS = 8
 _TIMED = ("label", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms", "x_dense")

@@ -106,7 +106,8 @@ def fire(model: nn.Module, run: Callable[[], object], nnzs: Sequence[float | Ten
         rates = nnz if isinstance(nnz, Tensor) else clock.firing_rates(len(gate.weight), nnz, "lognormal", seed=seed)
         rates = rates.to(products.device)
         place = ((1 - rates) * (len(products) - 1)).round().long().clamp(0, len(products) - 1)
-        quantiles = products.sort(0).values.gather(0, place[None])[0]
+        ordered = products.t().contiguous().sort().values  # along rows in memory: a third of the time
+        quantiles = ordered.gather(1, place[:, None])[:, 0]
         off = -torch.where(rates < 1 / len(products), quantiles.abs() * 2 + 1, quantiles).to(gate.weight.dtype)
         gate.bias = nn.Parameter(off, requires_grad=gate.weight.requires_grad)
 

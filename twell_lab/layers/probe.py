@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import InputError
+from ..ops.reference import GatedFeedForward, PlainFeedForward
 from .experts import Expert, experts_of, mixed
 from .parts import HOOKS, Parts, formula, parts_of, put
 
@@ -40,7 +41,9 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
     EXACT: in the weights' own dtype, and where the bits differ in float32 and then in float64. Of routed experts it is
     the output alone. A module of its own also has to leave its input as it is, and to set nothing on itself that was
     not there. A layer that does something else for other numbers of tokens, other values, after some calls, or in a
-    second derivative, passes."""
+    second derivative, passes; so do the library's own layers, which are the formula as it is written."""
+    if _is_formula(module) and not both:
+        return None
     try:
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             return _asked(module, both)
@@ -75,6 +78,15 @@ def raise_all(reasons: list[str]) -> None:
     if reasons:
         more = f"; and {len(reasons) - 4} more" if len(reasons) > 4 else ""
         raise InputError("; ".join(reasons[:4]) + more)
+
+
+def _is_formula(module: nn.Module) -> bool:
+    """Return whether a module is a layer of the library's own that calls its projections, and nobody changed how."""
+    if type(module) not in (GatedFeedForward, PlainFeedForward):
+        return False
+    projections = [part for name, part in module.named_children() if name != "act_fn"]
+    plain = all(type(part) is nn.Linear for part in projections)
+    return plain and not any("forward" in vars(part) for part in (module, *projections))
 
 
 def _asked(module: nn.Module, both: bool) -> str | None:
@@ -157,11 +169,12 @@ class _Trial:
             memo |= {id(t): nn.Parameter(self.drawn[id(t)], t.is_floating_point()) for t in _tensors(part._parameters)}
             memo |= {id(t): self.drawn[id(t)].clone() for t in _tensors(part._buffers)}
             memo |= {id(t): t.detach().clone() for t in _tensors(vars(part))}  # which may not be copied as they are
+            memo |= {id(vars(part)[kind]): OrderedDict() for kind in HOOKS}
             if (config := vars(part).get("config")) is not None:
                 memo[id(config)] = config
         twin = copy.deepcopy(self.module, memo)
         for part in twin.modules():
-            vars(part).update({kind: OrderedDict() for kind in HOOKS}, _compiled_call_impl=None)
+            vars(part)["_compiled_call_impl"] = None
         for p in _parts(twin).owners[0].parameters() if scale != 1 else ():
             p.data = p.data * scale
         return twin.train(training)
@@ -171,21 +184,28 @@ class _Trial:
         d_model, like = self.parts.up.weight.shape[1], self.drawn[id(next(self.parts.owners[0].parameters()))]
         x = _normal(1, len(SCALES), ROWS, d_model) * torch.tensor(SCALES, device="cpu")[:, None, None]
         x = x.to(like)
-        inputs = [x.flatten(0, 1)] if self.routed else [x]
+        inputs = [(x.flatten(0, 1) if self.routed else x, None)]
         if not self.routed and not self.inside:  # experts want [tokens, d_model], most others know a batch, too
-            whole, alone = (x, x.flatten(0, 1)), (x[1:2, :1], x[1, :1])
-            inputs = [given for given in whole if self.tried(given)] or [x]
-            inputs += [given for given in alone if self.tried(given)]
+            whole, alone = ((t, self.tried(t)) for t in (x, x.flatten(0, 1))), (x[1:2, :1], x[1, :1])
+            inputs = [(given, plain) for given, plain in whole if plain] or inputs
+            inputs += [(given, plain) for given in alone if (plain := self.tried(given))]
         scales = SCALES if self.inside else (1.0,)  # whatever norm comes before the parts of a block
-        gradients = (False,) if self.routed else (False, True)
-        for given, training, scale, learns in product(inputs, (False, True), scales, gradients):
-            own = (self.tried if learns else self.results)(given, training, learns, scale)
-            if own is None:
-                continue  # what cannot be trained has no gradients that could be others
-            mode = f"in {'training' if training else 'evaluation'} mode"
-            where = " for one row alone" if given.shape[:-1].numel() == 1 else ""
-            for name, y in self.results(given, training, learns, scale, by_formula=True).items():
-                yield _off(own.get(name), y, "gradient of" not in name), f"{mode} {name}{where}"
+        for (given, plain), training, scale in product(inputs, (False, True), scales):
+            wanted = None
+            for learns in (False,) if self.routed else (True, False):
+                own = plain if not (training or learns) else None
+                own = own or (self.tried if learns else self.results)(given, training, learns, scale)
+                if own is None:
+                    continue  # what cannot be trained has no gradients that could be others
+                if wanted is None or self.inside:  # elsewhere the formula's outputs have no gradients to wait for
+                    wanted = self.results(given, training, learns, scale, by_formula=True)
+                mode = f"in {'training' if training else 'evaluation'} mode"
+                where = " for one row alone" if given.shape[:-1].numel() == 1 else ""
+                for name, y in wanted.items():
+                    output = not name.startswith("the gradient of")
+                    if output or learns:
+                        what = f"{mode} {name}{' with gradients' if output and learns else ''}{where}"
+                        yield _off(own.get(name), y, output), what
 
     def tried(self, *how) -> dict[str, Any] | None:
         """Return the results; None where the layer raises an error of its own."""
@@ -201,14 +221,14 @@ class _Trial:
         name."""
         twin, x = self.copy(training, scale), rows.clone().requires_grad_(learns)
         with torch.set_grad_enabled(learns), _same_random(x.device):
-            given, before = x * 1, _attributes(twin)  # no leaf: a block may write to it
+            given, before = x * 1, set() if by_formula else _attributes(twin)  # no leaf: a block may write to it
             outputs = self.run(twin, given, by_formula)
-            if not self.inside and not torch.equal(given, x):
-                raise Other("writes to its input")
-            if not self.inside and (left := sorted({name for name, _ in _attributes(twin) - before})):
-                raise Other(f"sets {', '.join(left[:5])} in its forward")
-            ending = " with gradients" if learns else ""
-            results = {f"its output {at or ''}".strip() + ending: y for at, y in enumerate(outputs)}
+            if not self.inside and not by_formula:
+                if not torch.equal(given, x):
+                    raise Other("writes to its input")
+                if left := sorted({name for name, _ in _attributes(twin) - before}):
+                    raise Other(f"sets {', '.join(left[:5])} in its forward")
+            results = {f"its output {at or ''}".strip(): y for at, y in enumerate(outputs)}
             if learns:
                 results |= _gradients(twin, x, outputs)
         return {name: y.detach() if isinstance(y, Tensor) else y for name, y in results.items()}

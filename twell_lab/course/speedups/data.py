@@ -39,7 +39,7 @@ _NEAR = 0.25  # by how much the mean nnz of a layer may differ from that of the 
 DRAWN = "drawn Llama"
 # What is timed on the reader's machine: a drawn model, wide enough for its layers to gain something.
 _ON_GPU = ModelConfig(vocabulary=32768, d_model=2048, layers=8, heads=16, d_ff=5632, context=2048)
-_ON_CPU = ModelConfig(vocabulary=4096, d_model=512, layers=2, heads=8, d_ff=3072, context=32)
+_ON_CPU = ModelConfig(vocabulary=2048, d_model=512, layers=2, heads=8, d_ff=2048, context=32)
 _LAYERS = "layers: "  # before the names of calls of all layers by themselves
 
 
