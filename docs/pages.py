@@ -51,7 +51,7 @@ def on_config(config):
     kernels = [{name: f"kernels/{name}.md"} for name in re.findall(r"^\| \[(\w+)\]\(\1\.md\)", index, re.MULTILINE)]
     config["nav"] = [
         {"Start": "README.md"},
-        {"Course": ["notebooks/README.md", *({_title(name): name} for name in _notebooks())]},
+        {"Course": ["notebooks/README.md", *({_title(name): name} for name in _notebooks()), "teach.md"]},
         {"Library": ["library.md", "serve.md", "reference.md", "measured.md", "calls.md", "status.md"]},
         {"Kernels": ["kernels/README.md", *kernels]},
         {"Changing it": ["architecture.md", *BESIDE]},

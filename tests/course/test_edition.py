@@ -36,6 +36,8 @@ def test_a_students_notebook_is_valid_and_has_no_output_no_guess_and_no_answer(n
     guesses = re.findall(r"(?m)^guess(?:es)?\b.* = .*", whole)
     assert len(guesses) == len(re.findall(r"(?m)^guess(?:es)?\b.* = ", source))
     assert all(edition.DOTS in guess.partition("#")[0] and guess.partition("#")[2] for guess in guesses)
+    headings = [bool(re.search(r"(?m)^#{1,3} ", texts([cell], "markdown"))) for cell in cells]
+    assert [cell["metadata"].get("slideshow") is not None for cell in cells] == headings and headings[0]
     for exercise in set(re.findall(r'exercises\.check\("(\w+)"', source)):
         assert f'exercises.hint("{exercise}")' in whole and f"## {exercise}" in answers
 

@@ -221,6 +221,11 @@ COMMANDS: dict[str, Command] = {
         option("file", "FILE", "a CUDA source with the kernel down"),
         option("--out", "FOLDER", "save the record here [this folder]", Path()),
     ),
+    "grade": Command(
+        "commands:grade",
+        "Say which exercises were solved in each of some folders, one a reader's.",
+        option("folders", "DIR", "in which a reader worked on the notebooks; the row has its name", nargs="+"),
+    ),
     "record": Command(
         "commands:record",
         "Make one of the recordings that the course's figures come from.",

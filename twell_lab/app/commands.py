@@ -73,6 +73,14 @@ def submit(options: Namespace) -> Answer:
     return Answer(judged.record.to_json(), "\n".join([*lines, f"submit: saved {saved}"]))
 
 
+def grade(options: Namespace) -> Answer:
+    """Say who solved what: a row for each reader's folder."""
+    from ..course import progress
+
+    rows = progress.grades(options.folders)
+    return Answer(rows, records.table(rows, {key: key for key in rows[0]}))
+
+
 def record(options: Namespace) -> Answer:
     from .recordings import RECORDINGS, make, options_of
 

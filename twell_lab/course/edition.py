@@ -15,6 +15,7 @@ from ..core import InputError
 
 BRANCH = "student"  # of the repository: holds this edition, for Colab, which opens notebooks one by one
 DOTS = "..."  # what stands for a guess
+_HEADING = re.compile(r"(?m)^(#{1,3}) ")
 _CHECK = re.compile(r'exercises\.check\("(\w+)"')
 _ANSWER = re.compile(r"<details><summary>(Answer[^<]*)</summary>\n(.*?)</details>", re.DOTALL)
 _GUESS = re.compile(r'(?m)^(guess(?:, \w+)? = )("[^"]*"|\[[^\]]*\]|[^\s,#]+)(.*?)(?:  # (.*))?$')
@@ -43,6 +44,9 @@ def student(notebook: dict, name: str, address: str = "", alone: bool = False) -
             told = f'**Stuck?** Run `exercises.hint("{exercise}")` in a new cell, twice for a second hint.'
             text = _ANSWER.sub(lambda answer: f"{told} [{answer[1]}]({place}).", text)
             text = _lead(_STORED.sub("", text).rstrip("\n"), address, alone)
+            if heading := _HEADING.search(text):  # Jupyter makes slides of what begins there
+                kind = "subslide" if heading[1] == "###" else "slide"
+                cell = {**cell, "metadata": {**cell.get("metadata", {}), "slideshow": {"slide_type": kind}}}
         cells.append({**cell, "source": text.splitlines(keepends=True)})
     title = "".join(notebook["cells"][0]["source"]).partition("\n")[0].lstrip("# ")
     return {**notebook, "cells": cells}, "\n".join([f"# Answers to {title}\n", *answers]) if answers else ""

@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
 
 from .. import core
+from ..core import InputError
 from . import notebook
 
 FILE = notebook.MY_KERNELS / "solved.json"
@@ -29,12 +33,12 @@ def remember(name: str) -> None:
         pass
 
 
-def solved() -> set[str]:
-    """The names of the exercises that were solved in this folder. None while outputs are being stored."""
+def solved(folder: Path = Path()) -> set[str]:
+    """Return the names of the exercises that were solved in a folder with notebooks. None while outputs are stored."""
     if os.environ.get(notebook.STORING):
         return set()
     try:
-        found = json.loads(FILE.read_text(encoding="utf-8"))
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return set()
     return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
@@ -52,6 +56,24 @@ def exercises() -> dict[str, list[str]]:
         if title and names:
             found[" ".join(filter(None, title.groups()))] = names
     return found
+
+
+def grades(folders: Sequence[Path]) -> list[dict]:
+    """Return a row for each reader's folder, and before them one of how many exercises there are.
+
+    A row says how many are solved of each notebook, by its number or as "own", and of all. It is what the folders say;
+    nothing is judged again.
+
+    Raises InputError for what is no folder."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(
+                f"{str(folder)!r} is no folder; accepted: folders in which a reader worked on the notebooks"
+            )
+    every = {re.match(r"\d\d|", title)[0] or "own": {*names} for title, names in exercises().items()}
+    readers = [("exercises", {*chain(*every.values())}), *((folder.name, solved(folder)) for folder in folders)]
+    rows = [{"reader": name, **{key: len(done & names) for key, names in every.items()}} for name, done in readers]
+    return [row | {"all": sum(row[key] for key in every)} for row in rows]
 
 
 def lines() -> str:

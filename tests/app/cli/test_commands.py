@@ -85,6 +85,19 @@ def test_the_course_is_written_and_never_overwrites(ask, value, refused, tmp_pat
     assert "accepted: once pyproject.toml names one" in refused("course", folder, "--no-open", "--alone")
 
 
+def test_grades_are_a_row_for_each_reader(ask, value, refused, tmp_path):
+    ada, ben = tmp_path / "ada", tmp_path / "ben"
+    (ada / "my-kernels").mkdir(parents=True)
+    (ada / "my-kernels" / "solved.json").write_text('["weights_read", "one_token", "map", "of another course"]')
+    ben.mkdir()
+    every, first, second = value("grade", ada, ben)
+    assert [row["reader"] for row in (every, first, second)] == ["exercises", "ada", "ben"]
+    assert (first["00"], first["06"], first["all"], second["all"]) == (2, 1, 3, 0) and every["all"] > 90
+    shown = ask("grade", ada, ben).out.splitlines()
+    assert max(map(len, shown)) <= 80 and [line.split()[0] for line in shown[-3:]] == ["exercises", "ada", "ben"]
+    assert "is no folder" in refused("grade", tmp_path / "nobody")
+
+
 def test_the_course_is_opened_in_jupyterlab_whose_status_it_gives_back(ask, tmp_path, monkeypatch):
     (tmp_path / "jupyterlab.py").write_text("import sys; print(sys.argv[1:], flush=True); sys.exit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
