@@ -7,7 +7,7 @@
 //
 //   spread_up    a block lists a part of a token's gate, and a warp computes h of one or two entries
 //   spread_down  a block adds up SLAB columns of a token's y
-// Worklog: docs/kernels/smxx_listed.md
+// Worklog: docs/kernels/smxx_spread.md
 #include "ptx_sm80_decode.cuh"
 #include "row_walk.cuh"
 
