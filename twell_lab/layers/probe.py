@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import InputError
-from ..ops.reference import GatedFeedForward, PlainFeedForward
 from .experts import Expert, experts_of, mixed
 from .parts import HOOKS, Parts, formula, parts_of, put
 
@@ -41,9 +40,7 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
     EXACT: in the weights' own dtype, and where the bits differ in float32 and then in float64. Of routed experts it is
     the output alone. A module of its own also has to leave its input as it is, and to set nothing on itself that was
     not there. A layer that does something else for other numbers of tokens, other values, after some calls, or in a
-    second derivative, passes; so do the library's own layers, which are the formula as it is written."""
-    if _is_formula(module) and not both:
-        return None
+    second derivative, passes."""
     try:
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             return _asked(module, both)
@@ -78,15 +75,6 @@ def raise_all(reasons: list[str]) -> None:
     if reasons:
         more = f"; and {len(reasons) - 4} more" if len(reasons) > 4 else ""
         raise InputError("; ".join(reasons[:4]) + more)
-
-
-def _is_formula(module: nn.Module) -> bool:
-    """Return whether a module is a layer of the library's own that calls its projections, and nobody changed how."""
-    if type(module) not in (GatedFeedForward, PlainFeedForward):
-        return False
-    projections = [part for name, part in module.named_children() if name != "act_fn"]
-    plain = all(type(part) is nn.Linear for part in projections)
-    return plain and not any("forward" in vars(part) for part in (module, *projections))
 
 
 def _asked(module: nn.Module, both: bool) -> str | None:

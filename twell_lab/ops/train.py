@@ -283,7 +283,8 @@ class _Dense(NamedTuple):
                     spoilt = ~rows.isfinite().all(1) & ~keep.all(1)
                     h[spoilt], l1[spoilt] = torch.nan, torch.nan
             saved = (g, u) if self.path == "dense" else (None, None)
-            return linear(h, down, down_bias).view(x.shape), l1, kept, *saved
+            y = linear(h.view(*x.shape[:-1], h.shape[1]), down, down_bias)  # a view of y could not be changed in place
+            return y, l1, kept, *saved
 
     def backward(self, dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, _, g, u):
         """The gradients of the seven inputs."""

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -58,8 +59,9 @@ def long_text(tmp_path):
 # ---- profile ----
 
 
-def test_a_profile_is_shown_saved_and_compared(ask, value, refused, trained, text, tmp_path):
-    counts = tmp_path / "counts.json"
+def test_a_profile_is_shown_saved_and_compared(ask, value, refused, trained, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    counts = Path("counts.json")  # a path is never folded
     found = value("profile", trained, "--text", text, "--out", counts)
     assert [row["d_ff"] for row in found["layers"]] == [32] and counts.exists()
     assert found["by_position"][0]["first"] == 0 and found["against"] is None
