@@ -283,7 +283,13 @@ class _Dense(NamedTuple):
                     spoilt = ~rows.isfinite().all(1) & ~keep.all(1)
                     h[spoilt], l1[spoilt] = torch.nan, torch.nan
             saved = (g, u) if self.path == "dense" else (None, None)
-            y = linear(h.view(*x.shape[:-1], h.shape[1]), down, down_bias)  # a view of y could not be changed in place
+            y = torch.empty_like(
+                x, memory_format=torch.contiguous_format
+            )  # no view, so that it may be changed in place
+            if down_bias is None:
+                torch.mm(h, down.t(), out=_rows(y))
+            else:
+                torch.addmm(down_bias, h, down.t(), out=_rows(y))
             return y, l1, kept, *saved
 
     def backward(self, dy, dl1, x, gate, up, down, gate_bias, up_bias, down_bias, _, g, u):
