@@ -13,8 +13,9 @@ import twell_lab as tl
 from twell_lab import core
 from twell_lab.app.bench_command import told
 from twell_lab.bench import drawn, models, workloads
-from twell_lab.bench.causal import Causal
+from twell_lab.bench.workloads import Causal
 from twell_lab.core import DeviceError, InputError
+from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.thresholds import calibrate
@@ -81,36 +82,30 @@ def test_rows_say_what_was_measured(make):
     assert tl.records.flat_rows([record])[0]["kind"] == "model_forward" and json.loads(record.to_json())
 
 
-def test_each_path_that_is_named_is_measured_in_a_model_of_its_own_with_its_loss():
+def test_a_path_that_is_named_has_its_error_and_of_a_text_the_loss():
     model, text = ours(d_ff=512), torch.arange(600) % 64
-    names = ["twell", "hot_cold", "int8", "predicted"]
-    record = tl.bench.model(model, **{**QUICK, "batches": ()}, text=text, plan="dense", paths=[*names, "twell"])
-    forced = ["forced twell", "forced hot_cold", "forced int8 (lossy)", "forced predicted (lossy)"]
-    assert [row["path"] for row in record.rows[:6]] == ["dense eager", "forced dense", *forced]
-    assert [row["choice"] for row in record.rows[2:6]] == [
-        "2 twell",
-        "2 hot_cold",
-        "2 int8 (lossy)",
-        "2 predicted (lossy)",
-    ]
+    how = {**QUICK, "batches": (), "text": text}
     with torch.no_grad():
         ids = workloads.Tokens(64, torch.device("cpu"), text).inputs(1, 16)[0]
         right = nn.functional.cross_entropy(model(ids)[0, :-1], ids[0, 1:]).item()
-    for row in record.rows:
-        whole = row["kind"] == "model_forward" and row["head"]
-        assert ("loss" in row) == whole and 0 <= row["error"] < 1
-        if whole and "lossy" not in row["path"]:
-            assert row["loss"] == pytest.approx(right, abs=1e-5) and row["error"] < 1e-5
-    lossy = [row for row in record.rows if "lossy" in row["path"] and "loss" in row]
-    assert len(lossy) == 2 and all(row["loss"] != right and row["error"] > 1e-4 for row in lossy)
-    assert "loss: in nats a token" in told(record, "a text") and "error: of the results" in told(record, "a text")
-    for wrong in ("three_four", 3, ["twell", None]):
-        with pytest.raises(InputError, match="paths has .*; accepted: 'dense', .*'predicted'"):
-            tl.bench.model(model, **QUICK, paths=wrong)
+    for plan in ("twell", Choice("hot_cold", 256), "int8", "predicted"):
+        choice = plan if isinstance(plan, Choice) else Choice(plan)
+        record, lossy = tl.bench.model(model, **how, plan=plan), "lossy" in str(choice)
+        assert [row["path"] for row in record.rows] == 2 * ["dense eager", f"forced {choice}"]
+        for row in record.rows:
+            whole = row["kind"] == "model_forward" and row["head"]
+            assert ("loss" in row) == whole and 0 <= row["error"] < 1
+            assert ("layer_error" in row) == (row["path"] != "dense eager")
+            if whole and row["path"] == f"forced {choice}" and lossy:
+                assert row["loss"] != right and row["error"] > 1e-4 and row["choice"] == f"2 {choice}"
+            elif whole:
+                assert row["loss"] == pytest.approx(right, abs=1e-5) and row["error"] < 1e-5
+        said = told(record, "a text")
+        assert ("loss: in nats a token" in said) == ("error: of the results" in said) == lossy
+    with pytest.raises(InputError, match="hot is 0 on path 'hot_cold'"):
+        tl.bench.model(model, **how, plan="hot_cold")
     with pytest.raises(DeviceError, match="path 'two_four'"):
-        tl.bench.model(model, **QUICK, paths="two_four")
-    with pytest.raises(InputError, match="has 64 neurons, too few for the path 'hot_cold' to split"):
-        tl.bench.model(ours(), **QUICK, paths=["hot_cold"])
+        tl.bench.model(model, **how, plan="two_four")
 
 
 def test_of_a_text_other_parts_are_profiled_planned_on_and_measured():

@@ -1,16 +1,14 @@
-"""The records of drawn models and of paths, tiny and on the CPU; and how a GPU's clocks are asked, without one."""
+"""The records of drawn models, tiny and on the CPU; and how a GPU's clocks are asked, without one."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 
-from twell_lab.analysis.predict import rates_of
 from twell_lab.analysis.profile import profile
 from twell_lab.app import tables
-from twell_lab.bench import drawn, models, whole, workloads
-from twell_lab.bench.causal import Causal
+from twell_lab.bench import drawn, models, workloads
+from twell_lab.bench.workloads import Causal
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
 from twell_lab.models.tiny import ModelConfig
@@ -33,8 +31,8 @@ def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
 
 
 def test_the_papers_sizes_are_built_in():
-    assert drawn.NAMES[-4:] == whole.SIZES == ("0.5B", "1B", "1.5B", "2B")
-    papers = [drawn.sizes_of(name) for name in whole.SIZES]
+    assert drawn.NAMES[-4:] == models.SIZES == ("0.5B", "1B", "1.5B", "2B")
+    papers = [drawn.sizes_of(name) for name in models.SIZES]
     assert [size.layers for size in papers] == [8, 18, 28, 38]
     for size in papers:
         assert (size.d_model, size.d_ff, size.heads, size.context) == (2048, 5632, 32, 2048)
@@ -58,9 +56,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(workloads, "meter", lambda device: (lambda: 0.0, ""))
     monkeypatch.setattr(workloads, "millijoules", lambda read, call, wait: 600.0)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
-    rates = replace(rates_of("H100 SXM"), device="CPU", dtype="float32")
-    monkeypatch.setattr(models.costs, "measure_rates", lambda *_: rates)
-
     monkeypatch.setattr(models.Bench, "planned", lambda *_: Choice("twell"))
 
 
@@ -94,29 +89,11 @@ def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch
 
 def test_the_record_of_a_size_measures_what_says_most_first(gpu):
     left_out = {}
-    sections = whole.of_size("1M", left_out, 2, compiled=False, cached=16, **CPU)
+    sections = models.of_size("1M", left_out, 2, compiled=False, cached=16, **CPU)
     assert [*sections][:2] == ["many sequences", "decode, one sequence"]
     made = [row for name in ("decode, one sequence", "training step") for step in sections[name] for row in step()]
     assert [row["kind"] for row in made] == 2 * ["model_decode"] + 2 * ["model_training"]
     assert all(row["workload"].startswith("drawn 1M Llama, ") for row in made) and "CUDA graphs" in left_out
     largest = [{**row, "workload": row["workload"].replace("1M", "2B")} for row in made]
-    lines = tables.model([Record.new(whole.RECORD, "a test's own", largest)]).splitlines()
+    lines = tables.model([Record.new(models.RECORD, "a test's own", largest)]).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| decode step, batch 1", "| training step, 1 x 64 tokens"]
-
-
-def test_the_record_of_paths_has_errors_and_of_a_text_the_loss(gpu):
-    sections = whole.paths({}, "1M", (64,), 2, **CPU | {"paths": ("int8", "predicted"), "batches": (1,)})
-    found = {name: [row for step in steps for row in step()] for name, steps in sections.items()}
-    lossy = ["forced int8 (lossy)", "forced predicted (lossy)"]
-    ways = {"trained small model": ["dense eager", "forced twell", *lossy]}
-    ways["drawn 1M Llama"] = ["dense eager", "forced twell", "forced hot_cold", *lossy]
-    for rows in found.values():
-        name = rows[0]["workload"].partition(",")[0]
-        assert [row["path"] for row in rows] == len(rows) // len(ways[name]) * ways[name]
-        for row in rows:
-            reads = row["kind"] == "model_forward" and name.startswith("trained")
-            assert row["head"] and ("loss" in row) == reads and ("layer_error" in row) == (row["path"] != "dense eager")
-            assert row["error"] <= 1e-6 or "lossy" in row["path"]
-        assert max(row["error"] for row in rows) > 1e-4
-    lines = tables.model_paths([Record.new("model-paths", "a test's own", [*sum(found.values(), [])])]).splitlines()
-    assert len(lines) == 2 + sum(map(len, ways.values()))

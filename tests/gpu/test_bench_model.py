@@ -2,13 +2,13 @@
 recordings that are made of them, at a small size."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.bench import losses, models, whole, workloads
+from twell_lab.bench import losses, models, workloads
+from twell_lab.layers.choice import Choice
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.training.config import TrainConfig
 
@@ -36,25 +36,23 @@ def test_a_drawn_model_in_every_way():
             assert row.get("error_over_allowed", 0) <= 1 and row["nnz"] == pytest.approx(10.5, rel=0.5)
 
 
-def test_a_model_of_this_project_on_paths_by_name():
+@pytest.mark.parametrize("path", ["twell", "int8", "twell_int8", "predicted", "experts"])
+def test_a_model_of_this_project_on_a_path_by_name(path):
     torch.manual_seed(0)
     model, left_out = LanguageModel(SIZES).cuda().bfloat16().eval(), {}
-    paths = ["hot_cold", "int8", "twell_int8", "predicted", "experts"]
-    how = {"text": torch.randint(1024, (20_000,)), "plan": "twell", "paths": paths, "seconds": 0, "left_out": left_out}
+    how = {"text": torch.randint(1024, (20_000,)), "plan": path, "seconds": 0, "left_out": left_out}
     bench = models.Bench(model, tokens=(64,), batches=(8,), **how)
     rows = [row for key in bench.works for row in bench.rows(*key)]
-    assert not left_out and {row["choice"] for row in rows if row["path"] == "forced twell"} == {"3 twell"}
-    ways = {row["path"].removesuffix(" (graph)") for row in rows}
-    lossy = {f"forced {path} (lossy)" for path in paths[1:]}
-    assert ways == {"dense eager", "forced twell", "forced hot_cold", *lossy}
-    assert {f"{way} (graph)" for way in ways} < {row["path"] for row in rows}
+    ways = {"dense eager", f"forced {Choice(path)}"}
+    assert not left_out and {row["path"] for row in rows} == ways | {f"{way} (graph)" for way in ways}
+    assert {row["choice"] for row in rows if "forced" in row["path"]} == {f"3 {Choice(path)}"}
     assert all(0 < row["error"] < 1 for row in rows)
 
 
 def test_a_step_of_the_record_of_a_size_is_compiled_and_captured():
     pytest.importorskip("transformers")
     left_out = {}
-    steps = whole.of_size("1M", left_out, 2, cached=64, seconds=0)
+    steps = models.of_size("1M", left_out, 2, cached=64, seconds=0)
     rows = [row for name in ("decode, one sequence",) for step in steps[name] for row in step()]
     ways = ["dense eager", "planned", "planned for graphs", "dense compiled", "planned for graphs compiled"]
     assert [row["path"] for row in rows] == [*ways, *(f"{way} (graph)" for way in ways)]
@@ -75,7 +73,6 @@ def test_the_energy_of_calls_is_read():
 def test_every_step_of_the_record_of_thresholds(monkeypatch):
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip(f"kept_inputs needs sm_80; this is {torch.cuda.get_device_name()}")
-    monkeypatch.setattr(losses, "BATCHES", (1, 4))
     monkeypatch.setattr(losses, "CUT_SPARSITIES", (0.5, 0.9))
     sizes = {"d_model": 512, "layers": 2, "heads": 8, "d_ff": 2048, "context": 64}
     config = TrainConfig(**sizes, batch=16, steps=100, lr=1e-3, eval_windows=40, dtype="bfloat16")
@@ -83,33 +80,5 @@ def test_every_step_of_the_record_of_thresholds(monkeypatch):
     made = [row for step in steps for row in step()]
     for path, methods in Counter(losses.SPARSE.values()).items():
         rows = [row for row in made if row["path"] == path]
-        assert [row["tokens"] for row in rows] == [1, 4] * 2 * methods
-        for row in rows:
-            assert row["layer_over_allowed"] <= 1
-            if row["tokens"] == 1:  # through a kernel, which adds in another order than torch
-                assert row["layer_over_allowed"] > 0
-
-
-def test_every_section_of_the_record_of_a_trained_model():
-    sizes = {"d_model": 512, "layers": 2, "heads": 8, "d_ff": 2048, "context": 128}
-    # One forward is within what is captured as a graph, and one beyond.
-    config = replace(whole.CONFIG, **sizes, batch=160, steps=60, warmup=10, l1=3e-3, eval_every=30, eval_windows=64)
-    left_out = {}
-    sections = whole.trained(left_out, config, seconds=0.0)
-    made = {name: [row for step in steps for row in step()] for name, steps in sections.items()}
-    assert not left_out and all(made.values())
-    run = made["training"][0]
-    assert run["steps"] == 60 and run["dtype"] == "bfloat16" and "peak_bytes" in run["history"]
-    assert {row["path"] for row in made["decode"]} >= {"planned for graphs (graph)", "forced twell (graph)"}
-    assert {row["path"] for row in made["forward"]} >= {"planned", "planned for graphs (graph)", "forced twell"}
-    for row in [*made["decode"], *made["forward"]]:
-        assert row["dtype"] == "bfloat16" and row.get("error_over_allowed", 0) <= 1
-        assert ("peak_bytes" in row) != row["path"].endswith("(graph)")
-    losses = {row["path"]: row["loss"] for row in made["forward"] if row["tokens"] == 160 * 128}
-    assert all(abs(loss - losses["dense eager"]) < 0.02 for loss in losses.values())
-
-
-def test_what_profiling_takes():
-    sizes = ModelConfig(d_model=512, layers=2, heads=8, d_ff=2048, context=128)
-    plain, counted = whole.profiling_rows(sizes)
-    assert plain["extra_bytes"] == 0 and counted["extra_bytes"] < 2**30 and counted["ms"] > 0
+        assert [row["tokens"] for row in rows] == [1] * 2 * methods
+        assert all(0 < row["layer_over_allowed"] <= 1 for row in rows)  # a kernel adds in another order than torch

@@ -13,7 +13,6 @@ from tests.gpu import needed
 from tests.ops.rows import blocks as block_rows
 from tests.ops.rows import microtiles as tile_rows
 from tests.ops.rows import spmm as spmm_rows
-from twell_lab.bench import experiments, methods
 from twell_lab.formats import COO, CSR, ELL
 from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
@@ -183,15 +182,6 @@ def test_two_four_in_training_is_the_cpus(operand, dtype, backend):
         assert (ours.cpu().float() - theirs).norm() <= 4 * torch.finfo(dtype).eps * theirs.norm()
 
 
-def test_experiments_with_two_four_are_timed_after_a_check():
-    needed.two_four("cusparselt")
-    rows = {row["path"]: row for row in experiments.step_rows((256, 512, 256), {})}
-    assert len(rows) == 5 and all(row["ms"] > 0 for row in rows.values())
-    assert rows["dense step"]["dropped"] == 0 < rows["2:4 input step"]["dropped"] < rows["2:4 weight step"]["dropped"]
-    rows = {row["path"]: row for row in experiments.product_rows((512, 1024, 256), "cusparselt")}
-    assert len(rows) == 4 and rows["2:4 product"]["error_over_dense"] <= 2
-
-
 # ---- few bits
 
 
@@ -241,16 +231,34 @@ def test_a_layer_of_int8_is_one_sequence_with_the_bits_of_its_products(tokens, b
     assert torch.equal(y, sparse(x)) and y.any()
 
 
+def off_on_rounded(layer, x, y, linear, kind):
+    """Return how far off the three products of a layer without biases are from float64, on values rounded as theirs
+    are: of g, u and y the norm of the error over that of the exact result, for the worst token and, of many tokens, the
+    worst column. g and u are what `linear` gives of x; y, which the layer gave, is compared with what these make of it:
+    an H100 adds products of E4M3 with 13 or 14 bits, so that a tenth of the h = relu(g) u are rounded to a neighbour,
+    6 to 12% away, which moves y by about 1% of its norm, though no product is off by more than 0.2%."""
+
+    def off(result, a, b):
+        left, right = (part.values.double() * part.scale.double()[:, None] for part in (quantise(a, kind), b))
+        exact, ways = left @ right.t(), (1, 0) if len(y) >= 64 else (1,)
+        wrong, norms = (torch.cat([t.norm(dim=along) for along in ways]) for t in (result.double() - exact, exact))
+        return float(torch.where(wrong == 0, 0, wrong / norms).max())
+
+    gate, up, down = (quantise(part.weight, kind) for part in (layer.gate_proj, layer.up_proj, layer.down_proj))
+    g, u = linear(x, gate), linear(x, up)
+    return {"g": off(g, x, gate), "u": off(u, x, up), "y": off(y, torch.relu(g) * u, down)}
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 300])
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name, how", [("int8", (int8_linear, torch.int8)), ("fp8", (fp8_linear, torch.float8_e4m3fn))])
 @torch.no_grad()
-def test_the_layer_is_right_by_its_products_as_the_record_asks(name, tokens):
-    """At the record's own size, since how tensor cores add up is part of it."""
+def test_the_layer_is_right_by_its_products(name, how, tokens):
+    """At the size of a 2B model's layer, since how tensor cores add up is part of it."""
     needed.path(name)
-    layer, (x, *_) = clock.workload(tokens, 2048, 5632, methods.NNZ, "lognormal", BF16, "cuda")
-    y = methods.swapped(layer, Choice(name))(x)
-    off = methods.off_on_rounded(layer, x, y, *methods.ROUNDED[name])
-    assert max(off.values()) <= methods.MOST_OFF[name], off
+    layer, (x, *_) = clock.workload(tokens, 2048, 5632, 29, "lognormal", BF16, "cuda")
+    y = sparsify(nn.Sequential(copy.deepcopy(layer).requires_grad_(False).eval()), Choice(name))(x)
+    off = off_on_rounded(layer, x, y, *how)
+    assert max(off.values()) <= 0.01, off
 
 
 # ---- paths

@@ -57,7 +57,7 @@ def whole_model(options: argparse.Namespace) -> Answer:
     from .. import bench
     from ..bench.drawn import NAMES
 
-    keys = ("tokens", "batches", "firing", "plan", "paths", "compiled", "graphs", "training", "seconds")
+    keys = ("tokens", "batches", "firing", "plan", "compiled", "graphs", "training", "seconds")
     how = {key: getattr(options, key) for key in keys}
     if options.model in NAMES and not os.path.isdir(options.model):
         if options.text is not None:
@@ -92,14 +92,12 @@ def told(record: Record, read: str) -> str:
     explained = [_EXPLAINED, *(f"{_COLUMNS[key]}: {what}" for key, what in _LOSSY.items() if lossy)]
     first = record.rows[0]
     about, share = first["workload"].partition(",")[0], first["nnz"] / first["d_ff"]
-    weights = {row["path"]: row["weight_bytes"] / 2**20 for row in record.rows if "weight_bytes" in row}
     lines = [
         f"{about}{', random weights' if about.startswith('drawn') else ''}: {first['parameters']:,} parameters, "
         f"{first['layers']} feed-forward layers of {first['d_model']} x {first['d_ff']}, {first['dtype']}, on "
         f"{first['device']}; {read}",
         f"{first['nnz']:.3g} of {first['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
-        f"{min(first['nnz_layers']):g} to {max(first['nnz_layers']):g}; weights take "
-        f"{weights['dense eager']:,.4g} MiB dense, {max(weights.values()):,.4g} with what a path keeps beside them",
+        f"{min(first['nnz_layers']):g} to {max(first['nnz_layers']):g}",
         f"\n{records.table(compared, columns)}\n",
         "; ".join(explained),
         *missing,

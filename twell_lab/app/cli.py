@@ -197,7 +197,6 @@ COMMANDS: dict[str, Command] = {
         option("--text", "PATH", "what a saved model reads [as of twell-lab profile]; a size reads random tokens"),
         option("--firing", "FILE", "of a size: a saved profile, as which its neurons fire [0.5%% for a token]"),
         _PLAN,
-        option("--paths", "PATH", f"time it on each of these too: {_PATHS}, with error and loss [none]", [], type=str),
         option("--compiled", None, "time both models under torch.compile too"),
         option("--graphs", None, "on a GPU, time forwards as CUDA graphs too"),
         option("--training", None, "time a training step too"),

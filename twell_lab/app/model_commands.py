@@ -232,7 +232,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     """Of the model for these tokens [batch, tokens], in float64."""
     import torch
 
-    from ..bench.causal import Causal
+    from ..bench.workloads import Causal
 
     with torch.no_grad():
         return Causal(model).reader()(ids.to(next(model.parameters()).device)).double()

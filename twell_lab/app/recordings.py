@@ -19,20 +19,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import core
-from ..bench import evidence, forward
-from ..bench.evidence import need_gpu
+from ..bench import arena, comparison, decoding, forward, losses, methods, models, training
 from ..bench.rows import Sections
-from ..bench.whole import SIZES
 from ..core import DeviceError, InputError, RecordError, StackError, TwellError
 from ..ops import kernels
 from ..records import Record
+from ..training.sweep import record as sweep_record
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 _NOTHING_RUN = 5  # exit status of pytest where every test was left out, as where plotly is missing
@@ -44,25 +42,28 @@ class TestsFailed(TwellError, RuntimeError):
 
 
 class Recording(NamedTuple):
-    """A record in sections, which may be cut short. sections: "module:name" in `bench` of these or of a function that
-    returns them, given a dict that takes what does not run, and options; or such a function. name: of the record."""
+    """A record in sections, which may be cut short. sections: returns them, given a dict that takes what does not run,
+    and why, and options. name: of the record."""
 
     name: str
     purpose: str
-    sections: str | Callable[[dict], Sections]
+    sections: Callable[..., Sections]
     seconds: float = 180.0  # unless told otherwise
     gpu: bool = True  # whether it needs one
-
-    def content(self) -> Any:
-        """Return the sections, or the function that does."""
-        return _bench(self.sections) if isinstance(self.sections, str) else self.sections
 
 
 def options_of(name: str) -> set[str]:
     """Return the options that a recording takes."""
     recording = RECORDINGS[name]
-    run, given = (recording.content(), {"seconds"}) if isinstance(recording, Recording) else (recording, set())
-    return given | {*inspect.signature(run).parameters} if callable(run) else given
+    if isinstance(recording, Recording):
+        return {"seconds", *inspect.signature(recording.sections).parameters}
+    return {*inspect.signature(recording).parameters}
+
+
+def need_gpu() -> None:
+    """Raise DeviceError without a GPU."""
+    if not torch.cuda.is_available():
+        raise DeviceError("this recording needs an NVIDIA GPU that torch can use; `twell-lab doctor` says what is here")
 
 
 def make(name: str, folder: Path, **options: Any) -> tuple[Record, Path]:
@@ -95,9 +96,8 @@ def make(name: str, folder: Path, **options: Any) -> tuple[Record, Path]:
             print(f"{name}: what there is so far is not kept: {error}", file=sys.stderr, flush=True)
 
     limit = options.pop("seconds", recording.seconds)
-    sections = sections(refused, **options) if callable(sections := recording.content()) else sections
     try:
-        rows, notes = run(sections, limit, save_rows)
+        rows, notes = run(recording.sections(refused, **options), limit, save_rows)
     except BaseException:
         if path is not None:
             print(f"record: what it has so far is in {path}", file=sys.stderr)
@@ -211,18 +211,6 @@ def _suite(name: str, targets: list[str], more: dict | None = None, prefix: Sequ
     return {"suite": name, "passed": 0, "failed": 0, "skipped": 0, **counts, "seconds": round(seconds, 1)}
 
 
-def two_gpus() -> Record:
-    """Return a report of the tests for two GPUs, and whole trainings on one of them and on both."""
-    need_gpu()
-    if torch.cuda.device_count() < 2:
-        raise DeviceError("this recording needs two GPUs; there is 1")
-    suite = _suite("two GPUs", [str(_tests("gpu")), "-k", "two_gpus or second_gpu"])
-    if suite["skipped"]:
-        raise TestsFailed(f"{suite['skipped']} of the tests for two GPUs were skipped")
-    purpose = "trainings on two GPUs, replicated and sharded over NCCL, beside one"
-    return Record.new("two-gpus", purpose, [suite, *_bench("whole:training_runs")()], kernels=kernels.sources())
-
-
 def attack(seed: int = 0, seconds: float | None = None) -> Record:
     """Return how many random and hostile cases of tests/nightly/attack passed: on a GPU layers on every path and
     kernel, for so many seconds (420 unless told otherwise); without one all of them. The error of a failure says how to
@@ -247,19 +235,10 @@ def attack(seed: int = 0, seconds: float | None = None) -> Record:
 def sweep() -> Record:
     """Return the L1 sweep of the text that TWELL_LAB_SWEEP_TEXT names: 19 trainings, about 15 minutes on an H100."""
     need_gpu()
-    return import_module("..training.sweep", __package__).record(os.environ.get("TWELL_LAB_SWEEP_TEXT"))
+    return sweep_record(os.environ.get("TWELL_LAB_SWEEP_TEXT"))
 
 
 # ---- measurements in sections
-
-
-def _bench(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"..bench.{module}", __package__), name)
-
-
-def _of_size(size: str, left_out: dict) -> Sections:
-    return _bench("whole:of_size")(size, left_out)
 
 
 def _cpu(left_out: dict) -> Sections:
@@ -271,34 +250,28 @@ def _cpu(left_out: dict) -> Sections:
     return {"cpu": [partial(rows, *size) for size in sizes]}
 
 
-_CPU: dict = {"gpu": False}
 _SECTIONS = [
-    Recording("inference", "each path of a layer beside the dense layer, and versions of kernels", "forward:SECTIONS"),
-    Recording("training", "training steps of a layer and of a model, beside the dense layer", "training:SECTIONS"),
-    Recording("model-paths", "a whole model on each path beside the dense one", "whole:paths", 570.0),
-    Recording("thresholds", "a SiLU model with thresholds beside the model without", "losses:thresholds"),
-    Recording("comparison", "products of a matrix with zeros by many methods beside the dense one", "methods:sections"),
-    Recording("pruning", "a small language model, dense and pruned, and trained on", "losses:pruning", 600.0, **_CPU),
-    Recording("trained", "a model trained with L1 and its dense twin: speed, loss", "whole:trained", 570.0, **_CPU),
-    Recording("profiling", "what it takes to see who fires, beside a plain forward", "whole:PROFILING", **_CPU),
-    Recording("predictors", "decoding with chosen neurons: time beside loss", "losses:predictors", **_CPU),
-    Recording("experiments", "sparse adapters, dropout and training as 2:4", "experiments:sections", 600.0, **_CPU),
-    Recording("host-time", "host and wall time of plain calls of one layer", "training:HOST"),
-    Recording("decoding", "whole generations, transformers' own loops beside tl.generate", "decoding:sections", 570.0),
-    Recording("decoding-8b", "whole generations, thresholds on a SiLU model beside dense", "decoding:eight", 250.0),
-    Recording("arena", "kernels of others beside this project's, one layer", "arena:sections"),
-    Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, **_CPU),
+    Recording("inference", "each path of a layer beside the dense layer, and versions of kernels", forward.sections),
+    Recording("training", "training steps of a layer and of a model, beside the dense layer", training.sections),
+    Recording("thresholds", "a SiLU model with thresholds beside the model without", losses.thresholds),
+    Recording("comparison", "products of a matrix with zeros by many methods beside the dense one", methods.sections),
+    Recording("pruning", "a small language model, dense and pruned, and trained on", losses.pruning, 600.0, False),
+    Recording("host-time", "host and wall time of plain calls of one layer", training.host_sections),
+    Recording("decoding", "whole generations, transformers' own loops beside tl.generate", decoding.sections, 570.0),
+    Recording("decoding-8b", "whole generations, thresholds on a SiLU model beside dense", decoding.eight, 250.0),
+    Recording("arena", "kernels of others beside this project's, one layer", arena.sections),
+    Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, False),
 ]
 _SIZE = "a drawn Llama of the paper's {}, dense beside sparse"
 _DENSITY = "sparse formats against a dense product across densities"
 RECORDINGS: dict[str, Recording | Callable[..., Record]] = {
     **{recording.name: recording for recording in _SECTIONS},
-    **{f"bench-{size}": Recording("bench-model", _SIZE.format(size), partial(_of_size, size), 570.0) for size in SIZES},
-    "matmul-density": Recording("density", _DENSITY, "comparison:density_sections", **_CPU),
+    **{
+        f"bench-{size}": Recording(models.RECORD, _SIZE.format(size), partial(models.of_size, size), 570.0)
+        for size in models.SIZES
+    },
+    "matmul-density": Recording("density", _DENSITY, comparison.density_sections, gpu=False),
     "gpu-tests": gpu_tests,
-    "two-gpus": two_gpus,
     "sweep": sweep,
     "attack": attack,
-    "gpu-outputs": evidence.outputs_record,
-    "gpu-counters": evidence.counters_record,
 }

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from ..bench.comparison import TILED, leading
-from ..bench.methods import REMOVED
+from ..bench.models import RECORD, SIZES, model_name
 from ..bench.rows import COMPILED, DENSE
-from ..bench.whole import RECORD, RUN, SIZES, TWIN, model_name
 from ..records import Record, stale, told
 
 MANY = 16384  # tokens at once in tables that are about one number of them
@@ -48,9 +46,7 @@ class Row(dict):
 def _way(row: Row) -> str:
     """Return how a whole model ran: the column of its table."""
     path = row["path"].removesuffix(_GRAPH).partition(" compiled")[0]
-    way = {DENSE: "dense", "dense": "dense", "planned for graphs": "planned", "forced twell": "every layer on TwELL"}
-    way = way.get(path, path)
-    return way if row["about"] != TWIN else TWIN if way == "dense" else f"{TWIN}, {way}"
+    return {DENSE: "dense", "dense": "dense", "planned for graphs": "planned"}.get(path, path)
 
 
 def _call(row: Row) -> str:
@@ -73,13 +69,11 @@ _DERIVED: dict[str, Callable[[Row], Any]] = {
     "compiled walls": lambda row: row.other(path=COMPILED)["wall_ms"] / row["wall_ms"],
     "at once": lambda row: f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}",
     "graph": lambda row: row["path"].endswith(_GRAPH),
-    "part": lambda row: row["path"].startswith("part: "),
-    "name": lambda row: re.sub(r"^(part|lossy|twell-lab): |^thresholds, |\bforced | \(graph\)$", "", row["path"]),
+    "name": lambda row: re.sub(r"^twell-lab: |^thresholds, |\bforced | \(graph\)$", "", row["path"]),
     "numberless": lambda row: re.sub(r" \d+$", "", row["path"]),
     "takes": lambda row: {"twell": "TwELL", "hot_cold": "hot/cold"}.get(way := row["choice"].split()[0], way),
     "hot": lambda row: row["path"].split()[-1],
     "us": lambda row: 1e3 * row["ms"],
-    "about": lambda row: row["workload"].split(", ")[0],
     "work": lambda row: row["workload"].split(", ", 1)[1],
     "before": lambda row: row["workload"].partition("decode step")[0],
     "step": lambda row: row["workload"].removeprefix(_STEP),
@@ -89,24 +83,15 @@ _DERIVED: dict[str, Callable[[Row], Any]] = {
     "call": _call,
     "faster": _faster,
     "latest": lambda row: row is [other for other in row.beside if other["way"] == row["way"]][-1],
-    "forwards": lambda row: [other for other in row.beside if other.of(kind="model_forward", graph=False)],
-    "first": lambda row: row is row["forwards"][0],
-    "last": lambda row: row is row["forwards"][-1],
-    "run": lambda row: TWIN if row["path"].startswith(TWIN) else "with L1",
-    "zeros": lambda row: 1 - row["density"],
-    "of": lambda row: f"{row.get('layers', 1)} layer{'s' * (row.get('layers', 1) > 1)}",
-    "real share": lambda row: row["real"] / row["tokens"],
     "excused": lambda row: sum(row[key] for key in row if key in ("excused_rows", "overflowed_rows", "rounded_rows")),
 }
 
 
 class _Texts(string.Formatter):
-    """Formats with two more ways: "~" writes three digits of a number, "~%" two of a percentage."""
+    """Formats with one more way: "~" writes three digits of a number."""
 
     def format_field(self, value: Any, how: str) -> str:
-        if how == "~":
-            how = ",.0f" if value >= 100 else ".3g"
-        return f"{100 * value:.2g}%" if how == "~%" else super().format_field(value, how)
+        return super().format_field(value, (",.0f" if value >= 100 else ".3g") if how == "~" else how)
 
 
 _text = _Texts().vformat
@@ -174,7 +159,7 @@ SHAPE = {"gated": True, "d_model": 2048, "d_ff": 5632}
 DRAWN = SHAPE | {"workload": "independent, lognormal"}  # each neuron fires by itself, some far more often than others
 PLAIN = {"graph": False, "wall_ms": bool}  # plain calls
 FIRES_29 = {"nnz": lambda nnz: 25 < nnz < 33}
-_BOTH, _BESIDE = "{x:.2f} ({walls:.2f})", "times as fast as dense, {where}"
+_BOTH = "{x:.2f} ({walls:.2f})"
 _MS, _FIRING = "milliseconds, {where}", "neurons firing for a token, mean; {where}"
 _HOT, _CODE = {"numberless": "forced hot_cold"}, "planned compiled"
 _SPARSE: dict[str, Any] = {"path": lambda path: not path.startswith(DENSE)}
@@ -214,8 +199,6 @@ _HOST = (
     ("{workload}: times as fast", "{at once}", "{walls:.2f}", "twell"),
 )
 host = _table("host-time", _MS, _HOST, "{workload}", kind="host")
-_OPERANDS = [("{workload}: {path}", "{at once}", "{ms:~}")]
-operands = _table("experiments", _MS, _OPERANDS, kind=("dropout", "two_four_training").__contains__)
 
 
 def heavy(recorded: list[Record]) -> str:
@@ -247,18 +230,9 @@ _WHOLE = (
     ("{call}: peak MiB", "{way}", "{MiB:,.0f}", {"large": True}),
     ("{call}: loss, nats", "{way}", "{loss:.4f}", {"kind": "model_forward", "graph": False}),
 )
-_MODEL: dict[str, Any] = {"kind": ("model_forward", "model_decode", "model_training").__contains__}
 # The model that was planned for graphs counts as a graph alone, and there in the place of the one that was not.
 _RUN: dict[str, Any] = {"wall_ms": bool, "path": lambda path: path != "planned for graphs"}
 model = _table(RECORD, _MS, _WHOLE, "{call}", workload=lambda work: work.startswith(_LARGEST), **_RUN)
-trained_speed = _table("trained", _MS, _WHOLE, "{call}", **_MODEL, **_RUN)
-_PATHS = (
-    ("{about}: {name}", "{work}", "{walls:.2f}"),  # in brackets as a CUDA graph
-    ("{about}: {name}", "error", "{error:~%}", {"first": True}),
-    ("{about}: {name}", "loss", "{loss:.4f}", {"last": True}),  # with most tokens
-    ("{about}: {name}", "of a layer", "{layer_error:~%}", {"first": True}),
-)
-model_paths = _table("model-paths", _BESIDE, _PATHS, "{about}: {name}", **_MODEL)
 _GENERATION = (
     ("{path}, batch {batch}", "tokens a second", "{tokens_per_s:,.0f}", {"x_dense": (None, 1.0).__contains__}),
     ("{path}, batch {batch}", "tokens a second", "{tokens_per_s:,.0f}, {x_dense:.2f}x", {"x_dense": lambda x: x != 1}),
@@ -268,15 +242,6 @@ _GENERATION = (
 _LOOPS: dict[str, Any] = {"kind": "decoding", "by": "{path}, batch {batch}"}
 generations = _table("decoding", "whole generations, {where}", _GENERATION, **_LOOPS)
 large_generations = _table("decoding-8b", "an 8B shape with SiLU, {where}", _GENERATION, **_LOOPS)
-_TRAINED = (
-    ("steps of {tokens:,} tokens", "{run}", "{steps:,}"),
-    ("milliseconds a step, at the end", "{run}", "{ms:~}"),
-    ("seconds, all in all", "{run}", "{total_seconds:,.0f}"),
-    ("neurons firing for a token", "{run}", "{mean_nnz:.3g} of {d_ff:,}"),
-    ("moved over the last fifth by", "{run}", "{nnz_moved:+.1%}"),
-    ("bits a byte of held-out text", "{run}", "{validation_bits_per_byte:.4f}"),
-)
-trained = _table("trained", "{where}", _TRAINED, kind=RUN)
 _STEPS = (
     ("{step}, {d_model} wide, {nnz:.0f} neurons firing", "{path}", "{ms:~}", COMPILED),
     (
@@ -350,7 +315,7 @@ def whole_beside_layer(recorded: list[Record]) -> str:
 _ARENA = [("{name}", "{work}", "{us:.1f}")]
 arena = _table("arena", "us a layer, {where}", _ARENA, kind="arena")
 _PLAINLY, _AS_GRAPH = {"graph": False}, {"graph": True}
-# What chosen neurons cost, and how fast they are in plain calls and, in brackets, as CUDA graphs.
+# What thresholds cost, and how fast they are in plain calls and, in brackets, as CUDA graphs.
 _LOST = "{loss_change[1]:+.4f} ({loss_change[0]:+.4f} to {loss_change[2]:+.4f})"
 _COSTS = (
     ("{before}{name}", "zeros", "{sparsity:.0%}", _PLAINLY),
@@ -360,7 +325,6 @@ _COSTS = (
     ("{before}{name}", "times as fast as dense", "{x_dense:.2f}", _AS_GRAPH),
 )
 _ONE: dict[str, Any] = {**_SPARSE, "tokens": 1, "loss_change": bool}
-predictors = _table("predictors", "decoding one token, {where}", _COSTS, **_ONE)
 thresholds = _table("thresholds", "decoding one token, {where}", _COSTS, **_ONE)
 _PRUNING = (
     ("{path}", "zeros", "{sparsity:.0%}"),
@@ -368,28 +332,6 @@ _PRUNING = (
     ("{path}", "and trained on", "{bits_after:.3f}"),
 )
 pruning = _table("pruning", "bits a byte, {where}", _PRUNING, kind="pruning")
-_METHODS = [("{pattern}: {path}", "{work}", _BOTH, _SPARSE)]
-comparison = _table("comparison", _BESIDE, _METHODS, kind="comparison", path=lambda path: leading([{"path": path}]))
-_ACTIVATIONS = (
-    ("{about}", "sizes", "{tokens:,} x {d_ff:,}, times {d_ff:,} x {d_model:,}", DENSE),
-    ("{about}", "zeros", "{zeros:.2%}", DENSE),
-    ("{about}", "tiles with a value", "{occupied:.1%}", DENSE),
-    ("{about}", "dense, ms", "{ms:~}", DENSE),
-    ("{about}", "{path}", _BOTH, _SPARSE | {"part": False}),
-    ("{about}", "finding the tiles, ms", "{ms:~}", {"part": True, "path": lambda path: TILED in path}),
-)
-activations = _table("comparison", _BESIDE, _ACTIVATIONS, kind="activations")
-_PADDING = [("padding removed once for {of}", "{real share:.0%} of the tokens real", _BOTH)]
-padding = _table("comparison", _BESIDE, _PADDING, kind="padding", path=REMOVED)
-_EXPERTS = [("{path}", "{workload}", _BOTH)]
-experts = _table("comparison", "times as fast as the loop (dense eager), {where}", _EXPERTS, kind="experts")
-_FEW_BITS = (
-    ("{name}", "{at once}", "{walls:.2f}", {"graph": False, "part": False}),
-    ("{name}", "{at once}", "{x_dense:.2f}", _AS_GRAPH),
-    ("{name}", "{at once}", "{ms:~} ms", {"part": True}),
-    ("{name}", "error", "{error:.1%}", {"tokens": MANY, "graph": False}),
-)
-few_bits = _table("comparison", _BESIDE, _FEW_BITS, kind="few bits", **_SPARSE)
 _ATTACKED = (
     ("{attack}", "cases", "{cases:,}"),
     ("{attack}", "rows of results", "{rows:,}"),

@@ -1,5 +1,5 @@
 """Products C = A B, A [m, k] with zeros in it and B [k, n] dense, by every method that skips zeros, beside torch's
-dense product: zeros in patterns, a trained model's activations, and formats of torch over the density.
+dense product: zeros in patterns, and formats of torch over the density.
 
 A method is measured on unstructured zeros and on the pattern that it was made for. Each result is compared with float64
 before a clock starts, and one that is wrong is not timed: the row of the dense product says which and why. What a
@@ -7,7 +7,6 @@ method has to do for new zeros, its conversion, is timed by itself."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, linear
 
-from .. import core
 from ..formats import COO, CSR, ELL, TwELL
-from ..layers.find import feed_forwards
-from ..models.tiny import LanguageModel
 from ..ops import accuracy, spmm
 from ..ops import blocks as block_kernels
 from ..ops import clock as clocks
@@ -28,7 +24,6 @@ from ..ops.functional import packed_down
 from ..sparsities import blocks, microtiles, semi_structured
 from ..sparsities.microtiles import find_microtiles
 from ..sparsities.weights import PRODUCTS, SparseLinear
-from ..training.text import source
 from . import rows
 from .rows import DENSE
 
@@ -39,9 +34,7 @@ PIECES = {SCATTERED: (1, 1), BLOCKS: (32, 32), TALL: (32, 1), WIDE: (1, 32)}  # 
 NESTED, NESTED_SIZE = "2:4 in blocks 128 x 128", 128
 CHECKED = 64  # rows of a result that are compared with float64
 WRONG = 4.0  # times as far off as this project's kernels may be (ops.accuracy): others sum in other orders
-CHECKPOINTS = ("wide", "sparse", "small")  # the models of data/checkpoints that were trained with L1
 TILED = "micro-tiles 32 x 1"
-MET = ("CSR (torch)", "csr_v3", TILED, "TwELL")  # what multiplies their activations, by name
 SIZES = {"cpu": (256, 2048, 1024), "cuda": (4096, 5632, 2048)}  # rows, columns, width of the products over densities
 DENSITIES = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.3]
 
@@ -87,7 +80,7 @@ class Method:
     name: the path of its rows. convert: from A [m, k] to what the method multiplies. multiply: of that and B.
     patterns: those it is measured on. least: from which sparsity on; a naive kernel would take minutes below. gpu:
     whether only a GPU has it. turned: whether it takes B^T [n, k] and gives C^T [n, m], as a linear layer has them.
-    leads: whether figures and tables show it; of a kernel's versions the one that is taken does."""
+    """
 
     name: str
     convert: Callable[[Tensor], object]
@@ -96,7 +89,6 @@ class Method:
     least: float = 0.0
     gpu: bool = False
     turned: bool = False
-    leads: bool = True
 
     def measured(self, pattern: str, sparsity: float, device: str) -> bool:
         """Return whether the record has it for this pattern and sparsity, on a "cuda" or a "cpu"."""
@@ -130,34 +122,26 @@ METHODS: tuple[Method, ...] = (
     Method("CSR (torch)", Tensor.to_sparse_csr, torch.matmul, _ANY),
     *(
         Method(
-            f"{form.__name__.lower()}_v{version}",
+            f"{form.__name__.lower()}_v3",  # the version that is taken
             lambda a, form=form: spmm.SparseOperand(form.from_dense(a)),
-            lambda operand, b, version=version: operand(b, version),
-            _ANY if version == 3 else (SCATTERED,),
-            {1: 0.99, 3: 0.0}.get(version, 0.9),
+            lambda operand, b: operand(b, 3),
+            _ANY,
             gpu=True,
-            leads=version == 3,
         )
         for form in (COO, CSR, ELL)
-        for version in spmm.VERSIONS
     ),
     Method("ELL (torch: embedding_bag)", ELL.from_dense, ell_matmul, least=0.9),
     *(
         Method(f"SparseLinear ({name})", partial(_pruned, product=name), SparseLinear.__call__, least=0.9, turned=True)
         for name in PRODUCTS
     ),
-    *(
-        Method(
-            f"blocks_v{version}",
-            lambda a: block_kernels.BlockOperand(blocks.to_bsr(a, 32)),
-            lambda operand, x, version=version: operand(x, None, version),
-            _IN_BLOCKS[: 1 + version],
-            0.9 if version == 1 else 0.0,
-            gpu=True,
-            turned=True,
-            leads=version == 2,
-        )
-        for version in block_kernels.VERSIONS
+    Method(
+        "blocks_v2",
+        lambda a: block_kernels.BlockOperand(blocks.to_bsr(a, 32)),
+        lambda operand, x: operand(x, None, 2),
+        _IN_BLOCKS,
+        gpu=True,
+        turned=True,
     ),
     Method("BSR 32 x 32 (torch)", partial(blocks.to_bsr, size=32), torch.matmul, _IN_BLOCKS),
     Method("2:4 (torch: CUTLASS)", partial(_semi_structured, kind="cutlass"), torch.matmul, (TWO_FOUR,)),
@@ -182,8 +166,9 @@ FORMATS = (
 
 
 def leading(table: Iterable[dict]) -> list[dict]:
-    """Return the rows of the dense product and of methods that lead, with their conversions."""
-    shown = {DENSE, *(method.name for method in METHODS if method.leads)}
+    """Return the rows of the dense product and of METHODS, with their conversions; records of earlier code have other
+    versions of kernels too."""
+    shown = {DENSE, *(method.name for method in METHODS)}
     return [row for row in table if row["path"].removeprefix("part: ").removesuffix(", conversion") in shown]
 
 
@@ -251,9 +236,6 @@ class Shape:
     seconds: float = 1.0
 
 
-READ = Shape(2**16)  # tokens of the activations
-
-
 def product_rows(
     pattern: str, sparsity: float, shape: Shape = Shape(), methods: Sequence[Method] = METHODS
 ) -> list[dict]:
@@ -267,43 +249,12 @@ def product_rows(
     return [row | {"pattern": pattern} for row in made]
 
 
-def shipped() -> dict[str, int]:
-    """Return the models of CHECKPOINTS that are here, by name, and the layers of each; a wheel has `small` alone."""
-    configs = {name: core.data_dir() / "checkpoints" / name / "config.json" for name in CHECKPOINTS}
-    return {name: json.loads(file.read_text())["layers"] for name, file in configs.items() if file.is_file()}
-
-
-@torch.no_grad()
-def activation_rows(name: str, layer: int, shape: Shape = READ) -> list[dict]:
-    """Return the rows of `beside` of the down projection of one layer (from 0 on) of a model of `shipped`, of kind
-    "activations": A its hidden activations relu(g) * u [tokens, d_ff], B the turned weight [d_ff, d_model].
-
-    `occupied` is the share of A's tiles of 32 x 1 with any value. The text is Python, which only `small` was trained
-    on. TwELL's conversion is that of a finished A by torch, which a layer does not pay: there the gate's product packs.
-    shape: m tokens are read, whole windows; k and n are the layer's."""
-    model = LanguageModel.load(core.data_dir() / "checkpoints" / name).to(shape.device, shape.dtype).eval()
-    text, context = source.standard_library(), model.config.context
-    windows = source.spread_windows(text.split()[1].tokens, max(1, shape.m // context), context)[:, :-1]
-    ffn, seen = feed_forwards(model)[layer], []
-    hook = ffn.module.register_forward_hook(lambda _, given, made: seen.append(given[0].flatten(0, 1)))
-    for some in windows.split(32):
-        model(some.to(shape.device))
-    hook.remove()
-    a = rows.dense_hidden(torch.cat(seen), None if ffn.gate is None else ffn.gate.weight, ffn.up.weight)
-    chosen = [method for method in METHODS if method.name in MET and (a.is_cuda or not method.gpu)]
-    workload = f"layer {layer + 1} of {name}, on held-out {text.name}"
-    made = beside(a, [ffn.down.weight.t().contiguous()], chosen, "activations", workload, shape.seconds)
-    said = {"model": name, "layer": layer, "occupied": find_microtiles(a).occupied}
-    return [row | said for row in made]
-
-
-def sections(shape: Shape = Shape(), read: Shape = READ) -> rows.Sections:
+def sections(shape: Shape = Shape()) -> rows.Sections:
     """Return the steps of the record: one for each pattern and sparsity, the highest sparsities first, which take
-    least; then the layers of the models that are here."""
+    least."""
     zeros = sorted(SPARSITIES, reverse=True)
     cases = [partial(product_rows, pattern, share, shape) for share in zeros for pattern in (*PIECES, NESTED)]
-    layers = [rows.steps(activation_rows, [name], range(count), [read]) for name, count in shipped().items()]
-    return {"products": [partial(product_rows, TWO_FOUR, 0.5, shape), *cases], "activations": sum(layers, [])}
+    return {"products": [partial(product_rows, TWO_FOUR, 0.5, shape), *cases]}
 
 
 # ---- formats of torch over the density ----

@@ -20,22 +20,21 @@ from torch.nn.functional import linear
 
 from ..analysis import costs, planner
 from ..analysis.profile import profile
-from ..cuda.launch import layout, run
+from ..cuda.launch import run
 from ..formats.twell import TILE, WORDS
 from ..layers.choice import LayerPlan, one_of_each
 from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..models.swap import sparsify
-from ..ops import clock, dispatch, gate_pack
+from ..ops import clock, gate_pack
 from ..ops.clock import workload
 from ..ops.down import down
 from ..ops.gated import gated
 from ..ops.pack import pack
 from ..ops.reference import PlainFeedForward
-from ..plots import OTHER_KERNELS
 from ..records import Record
 from . import rows
-from .rows import COMPILED, Calls, need, over
+from .rows import COMPILED, need, over
 
 AUTOTUNED = "dense max-autotune"  # the path of the dense layer whose kernels torch.compile picks by timing them
 Rivals = dict[str, Callable[[Tensor], Tensor]]  # what is timed beside a dense layer, by path
@@ -54,7 +53,6 @@ def ffn(
     device: str | torch.device | None = None,
     workload_kind: str = "lognormal",
     compiled: bool = False,
-    others: bool = False,
     seconds: float = 2.0,
     seed: int = 0,
 ) -> Record:
@@ -68,7 +66,6 @@ def ffn(
         device: by default a GPU where there is one.
         workload_kind: "lognormal" or "uniform": how often single neurons fire (ops.clock.firing_rates).
         compiled: also time torch.compile of the dense layer.
-        others: on a GPU, also time the layer on kernels that are not picked there (paths "portable" and "mma.sync").
         seconds: how long to measure on a CPU.
         seed: of the workload.
 
@@ -78,7 +75,7 @@ def ffn(
     device = clock.present_device(device)
     dtype = dtype or clock.dtype_for(device)
     dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
-    return _beside_sparse(dense, inputs, f"independent, {workload_kind}", compiled, seconds, others)
+    return _beside_sparse(dense, inputs, f"independent, {workload_kind}", compiled, seconds)
 
 
 def layer(
@@ -95,9 +92,7 @@ def layer(
 
 
 @torch.no_grad()
-def _beside_sparse(
-    dense: nn.Module, inputs: list[Tensor], label: str, compiled: bool, seconds: float, others: bool = False
-) -> Record:
+def _beside_sparse(dense: nn.Module, inputs: list[Tensor], label: str, compiled: bool, seconds: float) -> Record:
     x = inputs[0]
     found = feed_forwards(dense)[0]
     kind, weight = type(dense).__name__, found.pattern.weight
@@ -109,37 +104,11 @@ def _beside_sparse(
     # A copy, whose weights may lie as the sparse path reads them; the check compares the two on these inputs.
     sparse = SparseFFN(copy.deepcopy(found.module).eval(), probed=found.both)
     rivals: Rivals = {"twell": sparse}
-    if others and x.is_cuda:
-        rivals |= _other_kernels(sparse, x)
     if compiled:
         torch._dynamo.reset()
         rivals[COMPILED] = torch.compile(dense)
-    parts = _parts(sparse, inputs) if x.is_cuda else None
-    timed = rows.compare("ffn_forward", dense, rivals, inputs, label, parts=parts, seconds=seconds, every_row=False)
+    timed = rows.compare("ffn_forward", dense, rivals, inputs, label, seconds=seconds, every_row=False)
     return Record.new("ffn", "one feed-forward layer, dense beside sparse", timed)
-
-
-def _other_kernels(sparse: SparseFFN, x: Tensor) -> Rivals:
-    """Return the layer on kernels that dispatch may not pick on this GPU: the portable ones behind torch's gate GEMM;
-    and, on Hopper, where the kernels after them can run too, those whose gate GEMM packs through mma.sync."""
-    weights = sparse.weights()
-    first, _ = rows.first_projection(weights.gate, weights.up)
-    rivals: Rivals = {OTHER_KERNELS[0]: lambda x: dispatch.portable(x, *weights, sparse.tile, sparse.words)}
-    takes = gate_pack.takes_sm80(torch.cuda.get_device_capability(x.device), layout(x), layout(first))
-    if (sparse.tile, sparse.words) == (TILE, WORDS) and takes and dispatch.fuses(first):
-        rivals[OTHER_KERNELS[1]] = lambda x: dispatch.sm90(x, *weights, 0, packs=gate_pack.gate_pack_sm80)
-    return rivals
-
-
-def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> Calls:
-    """Return the three launches of the portable forward, each by itself, on the real output of the one before."""
-    given = [_tensors(sparse, x) for x in inputs]
-    first, rest = (sparse.up, "down") if sparse.gate is None else (sparse.gate, "gated")
-    return {
-        "part: gate GEMM": over(lambda x: linear(x, first.weight, first.bias), inputs),
-        "part: pack": over(partial(launch, "pack"), given),
-        "part: sparse": over(partial(launch, rest), given),
-    }
 
 
 # ---- versions of kernels ----
@@ -147,34 +116,27 @@ def _parts(sparse: SparseFFN, inputs: list[Tensor]) -> Calls:
 NEWEST = {"pack": 4, "down": 3, "gated": 4}  # version of each portable kernel
 
 
-def launch(kernel: str, given: dict[str, Tensor], version: int | None = None) -> Tensor:
-    """Launch a portable kernel on tensors by name: gate for pack; packed, down_t, for gated x and up, and where they
-    are there down_bias, up_bias, and the gate or a tail for values that do not fit. version: by default the fastest."""
-    packed, gate, down_t, bias = (given.get(name) for name in ("packed", "gate", "down_t", "down_bias"))
-    tail = tuple(given.get(f"tail_{name}") for name in ("pointer", "column", "value"))
-    if kernel == "pack":
-        return run(pack, gate, TILE, WORDS, version)
-    if kernel == "down":
-        return run(down, packed, gate, tail, down_t, bias, len(down_t), TILE, version)
-    return run(gated, given["x"], packed, gate, tail, given["up"], down_t, given.get("up_bias"), bias, TILE, version)
-
-
-def _tensors(sparse: SparseFFN, x: Tensor) -> dict[str, Tensor]:
-    """Return what the portable kernels read of a layer and its input x."""
-    gate, up, down, gate_bias, up_bias, down_bias = sparse.weights()
-    pattern = linear(x, *rows.first_projection(gate, up, gate_bias, up_bias))
-    found = {"x": x, "gate": pattern, "up": up, "down_t": down.t(), "up_bias": up_bias, "down_bias": down_bias}
-    return {"packed": run(pack, pattern, TILE, WORDS), **{name: t for name, t in found.items() if t is not None}}
-
-
 @torch.no_grad()
 def kernel_versions(tokens: int = 16384, nnz: float = 29, *, dtype: torch.dtype = torch.bfloat16) -> list[dict]:
     """Return rows of kind "kernel": every version of every portable kernel on one workload, in 16 bits, on this GPU.
-    Each is first compared with the newest one, which `check` has compared with float64."""
+    The newest make a layer, which is compared with float64 first; the others are compared with them."""
     dense, inputs, _ = Case(tokens, nnz, dtype=dtype).draw()
-    sparse = SparseFFN.from_module(copy.deepcopy(dense))
-    rows.check(dense, sparse, inputs[:1], every_row=False)
-    given = [_tensors(sparse, x) for x in inputs]
+    gate, up, down_t = dense.gate_proj.weight, dense.up_proj.weight, dense.down_proj.weight.t().contiguous()
+
+    def packed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, (pattern := linear(x, gate)), run(pack, pattern, TILE, WORDS)
+
+    def launch(kernel: str, given: tuple[Tensor, Tensor, Tensor], version: int | None = None) -> Tensor:
+        x, pattern, words = given
+        if kernel == "pack":
+            return run(pack, pattern, TILE, WORDS, version)
+        rest = words, pattern, (None, None, None)  # what overflows is read from the gate
+        if kernel == "down":
+            return run(down, *rest, down_t, None, len(down_t), TILE, version)
+        return run(gated, x, *rest, up, down_t, None, None, TILE, version)
+
+    rows.check(dense, lambda x: launch("gated", packed(x)), inputs[:1], every_row=False)
+    given = [packed(x) for x in inputs]
     versions = [(kernel, version) for kernel, newest in NEWEST.items() for version in range(1, newest + 1)]
     calls = {f"{kernel}_v{n}": over(partial(launch, kernel, version=n), given) for kernel, n in versions}
     for kernel in ("down", "gated"):  # pack leaves words past a count unwritten: the tests compare packed tensors
@@ -182,7 +144,7 @@ def kernel_versions(tokens: int = 16384, nnz: float = 29, *, dtype: torch.dtype 
         for version in range(1, NEWEST[kernel]):
             off = (launch(kernel, given[0], version).float() - best).norm() / best.norm()
             rows.hold(f"{kernel}_v{version}", float(off), 0.01)
-    shared = rows.describe("kernel", inputs, sparse.gate.weight, "independent, lognormal") | {"nnz": nnz}
+    shared = rows.describe("kernel", inputs, gate, "independent, lognormal") | {"nnz": nnz}
     return rows.measured(shared, calls, base=None)
 
 
@@ -212,14 +174,6 @@ def gate_rows(nnz: float) -> list[dict]:
 
 TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
 COUNTS = (1, 16, 64, 256, 2048, 16384, 131072)  # tokens at which calls are timed in every way
-SHAPES = (
-    (768, 3072, True),
-    (1024, 4096, False),
-    (2048, 8192, False),
-    (3584, 18944, True),
-    (4096, 14336, True),
-    (5120, 13824, True),
-)
 
 
 @dataclass(frozen=True)
@@ -312,27 +266,32 @@ HEAVY_CASES = [
 ]
 
 
-# A section is a list of steps, and each step returns rows. The most important come first: a record that runs out of
-# time leaves out the last ones.
-SECTIONS: rows.Sections = {
-    "tokens": [partial(inference_rows, Case(tokens, graphs=True)) for tokens in COUNTS],
-    "16,384 tokens": [partial(inference_rows, Case(nnz=nnz)) for nnz in (8, 60, 120, 300)],
-    "gate": rows.steps(gate_rows, (29, 8, 60)),
-    "heavy rows": rows.steps(inference_rows, HEAVY_CASES),
-    "versions": [kernel_versions],
-    "max-autotune": [partial(inference_rows, Case(n, graphs=True, autotuned=True)) for n in (1, 64, 2048, TOKENS)],
-    "decode": [
-        partial(inference_rows, case)
-        for case in (Case(4), *(Case(tokens, nnz) for nnz in (8, 120) for tokens in (1, 16)))
-    ],
-    "portable": [  # the layer on the kernels that are picked, and on the portable ones
-        lambda case=case: ffn(case[0], nnz=case[1], device="cuda", compiled=True, others=True).rows
-        for case in ((TOKENS, 29), (1, 29), (64, 29), (TOKENS, 8), (TOKENS, 120), (1024, 29), (TOKENS, 300))
-    ],
-    "131,072 tokens": [partial(inference_rows, Case(131072, nnz)) for nnz in (8, 60, 120, 300)],
-    "shapes": [
-        partial(inference_rows, Case(tokens, max(4.0, 29 / D_FF * d_ff), d_model=d_model, d_ff=d_ff, gated=gated))
-        for d_model, d_ff, gated in SHAPES
-        for tokens in (1, TOKENS)
-    ],
-}
+def sections(left_out: dict | None = None) -> rows.Sections:
+    """Return the steps of the record. The most important come first: a record that runs out of time leaves out the
+    last ones."""
+    shapes = (  # d_model, d_ff, gated
+        (768, 3072, True),
+        (1024, 4096, False),
+        (2048, 8192, False),
+        (3584, 18944, True),
+        (4096, 14336, True),
+        (5120, 13824, True),
+    )
+    layers = {
+        "tokens": [Case(tokens, graphs=True) for tokens in COUNTS],
+        "16,384 tokens": [Case(nnz=nnz) for nnz in (8, 60, 120, 300)],
+        "heavy rows": HEAVY_CASES,
+        "decode": [Case(4), *(Case(tokens, nnz) for nnz in (8, 120) for tokens in (1, 16))],
+        "131,072 tokens": [Case(131072, nnz) for nnz in (8, 60, 120, 300)],
+        "max-autotune": [  # the same as above, by another name
+            Case(tokens, label="max-autotune", graphs=True, autotuned=True) for tokens in (1, 64, 2048, TOKENS)
+        ],
+        "shapes": [
+            Case(tokens, max(4.0, 29 / D_FF * d_ff), d_model=d_model, d_ff=d_ff, gated=gated)
+            for d_model, d_ff, gated in shapes
+            for tokens in (1, TOKENS)
+        ],
+    }
+    steps = {name: rows.steps(inference_rows, cases) for name, cases in layers.items()}
+    kernels = {"gate": rows.steps(gate_rows, (29, 8, 60)), "versions": [kernel_versions]}  # which take seconds
+    return {"tokens": steps.pop("tokens"), **kernels, **steps}

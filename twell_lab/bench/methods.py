@@ -1,5 +1,5 @@
-"""Whole layers by every method that skips neurons or tokens, or has weights of few bits, beside their dense selves: the
-map of the notebook on choosing a path, padded batches, mixtures of experts, and INT8 and E4M3.
+"""Whole layers by every method that skips neurons or tokens, beside their dense selves: the map of the notebook on
+choosing a path, padded batches, and mixtures of experts.
 
 Each method is held against the dense layer before it is timed, unless it is lossy or another layer, which its name
 says."""
@@ -16,21 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import DeviceError
 from ..layers.choice import Choice
 from ..layers.find import feed_forwards
 from ..layers.paths.twell import STEP
 from ..models.swap import sparsify
-from ..ops import clock, int8
+from ..ops import clock
 from ..ops.reference import GatedFeedForward
 from ..sparsities import microtiles
 from ..sparsities.experts import WAYS, ExpertsLayer
-from ..sparsities.fp8 import fp8_linear
-from ..sparsities.int8 import has_kernel, int8_linear, packed_two_four, two_four_int8
 from ..sparsities.padding import add_padding, remove_padding
 from ..sparsities.predictors import LowRank, PredictedFFN
-from ..sparsities.quantised import Bitmap, Rows, output_error, quantise
-from ..sparsities.two_four import two_four_mask
+from ..sparsities.quantised import output_error
 from . import comparison, rows
 from .comparison import CHECKED, TILED
 
@@ -47,7 +43,7 @@ OFF = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}  # of the
 REMOVED, ALONE = "padding removed", "real tokens alone"
 LAYERS, REAL = (1, 8), (0.25, 0.5, 0.75, 1.0)  # of padded batches: layers one after another, real tokens
 WHOLE = "all experts as one dense layer"
-COUNTS, TOP_K = (2, 4, 8, 64), 2  # experts, and of them those that a token takes
+TOP_K = 2  # experts that a token takes
 
 
 @dataclass(frozen=True)
@@ -246,111 +242,10 @@ def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False)
     return rows.measured(shared, calls, sizes.seconds)
 
 
-# ---- weights of few bits ----
-# What INT8 and E4M3 gain without zeros, which a sparse path with few bits has to beat. And the gate's product alone:
-# what scaling an INT8 product's sums within it saves, and what half of the weights gain, as INT8 that are 2:4, and as
-# 16 bits that are expanded from a bitmap first.
-
-PATHS = ("twell", "int8", "fp8", "twell_int8")
-LOSSY = PATHS[1:]
-TOKENS = (1, 16, 256, 2048, 16384)
-# How far off an output may be, of its norm, or it is not timed: from the exact result, or, where x and the weights are
-# rounded to few bits, from float64 on the rounded values (`off_on_rounded`). From the exact one these may be far off: a
-# drawn x has one large value in each row, which sets the scale of the whole row.
-MOST_OFF = {"twell": 0.01, "int8": 0.01, "fp8": 0.01, "twell_int8": 0.03}
-ROUNDED = {"int8": (int8_linear, torch.int8), "fp8": (fp8_linear, torch.float8_e4m3fn)}
-_COLUMN = 64  # tokens from which on the norm of a column says something of it
-PLAIN, WITHIN, APART = "part: x Wg^T", "part: x Wg^T in INT8, scaled within", "part: x Wg^T in INT8, scaled apart"
-# Of a Wg that was pruned to two of four, in the place of a drawn one.
-TWO_FOUR, EXPANDED = "part: x Wg^T in INT8, Wg 2:4 (cuSPARSELt)", "part: x Wg^T, Wg half zeros, expanded from a bitmap"
-
-
-@torch.no_grad()
-def few_bits_rows(tokens: int, sizes: Sizes = Sizes()) -> list[dict]:
-    """Return rows of kind "few bits": of a layer of which about NNZ neurons fire, on each of PATHS, with the `error` of
-    its output against float64, as a share of its norm; and of the gate's product as in `products_of`. The dense row has
-    `left_out`, {path: why}: what does not run here, and what is further off than MOST_OFF says."""
-    how = sizes.dtype, torch.device(sizes.device)
-    layer, xs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", *how)
-    exact = copy.deepcopy(layer).double()(xs[0].double())
-
-    def entry(name: str) -> rows.Entry:
-        call = swapped(layer, Choice(name))
-        y = call(xs[0])
-        error = output_error(y, exact)
-        off = off_on_rounded(layer, xs[0], y, *ROUNDED[name]) if name in ROUNDED else {"y": error}
-        for what, by in off.items():
-            rows.hold(f"{what} of {name}", by, MOST_OFF[name])
-        return rows.over(call, xs), {"error": error}
-
-    left_out: dict[str, str] = {}
-    ways = {f"forced {name}{' (lossy)' * (name in LOSSY)}": functools.partial(entry, name) for name in PATHS}
-    calls, facts = rows.admit(ways, left_out)
-    parts, _ = rows.admit(products_of(layer.gate_proj.weight, xs), left_out)
-    shared = rows.of_layer("few bits", xs[0], sizes.d_ff, f"drawn gated layer, {tokens:,} tokens")
-    calls, facts[rows.DENSE] = {rows.DENSE: rows.over(layer, xs), **calls}, {"left_out": left_out}
-    return rows.measured(shared, calls, sizes.seconds, facts, tokens=tokens, parts=parts)
-
-
-def products_of(weight: Tensor, xs: list[Tensor]) -> dict[str, Callable[[], rows.Entry]]:
-    """Return ways to compute the gate's product, by name, x being rounded and what is packed expanded in the call. Each
-    compares its result with the same values multiplied otherwise."""
-    gate, pruned = quantise(weight), torch.where(two_four_mask(weight), weight, 0)
-    short, bitmap = quantise(pruned), Bitmap.of(pruned)
-    apart = functools.partial(int8_linear, apart=True)
-
-    def within() -> Callable[[Tensor], Tensor]:
-        if not has_kernel(xs[0].to(torch.int8), int8.Weight(*gate), weight.dtype):
-            raise DeviceError("the kernel needs a GPU of compute capability 8.0 and 16 bits")
-        return functools.partial(int8_linear, rows=gate)
-
-    def way(call: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]) -> rows.Entry:
-        y, wanted = call(xs[0]).float(), right(xs[0]).float()
-        if not torch.allclose(y, wanted, rtol=torch.finfo(weight.dtype).eps):
-            raise clock.WrongResult("it differs from the same values multiplied otherwise: it was not timed")
-        return rows.over(call, xs), {}
-
-    dense, scaled_apart = (functools.partial(F.linear, weight=weight), functools.partial(apart, rows=gate))
-    return {
-        PLAIN: lambda: way(dense, dense),
-        APART: lambda: way(scaled_apart, scaled_apart),
-        EXPANDED: lambda: way(lambda x: F.linear(x, bitmap.dense()), lambda x: F.linear(x, pruned)),
-        WITHIN: lambda: way(within(), scaled_apart),
-        TWO_FOUR: lambda: way(
-            functools.partial(two_four_int8, rows=short, packed=packed_two_four(short)),
-            functools.partial(apart, rows=short),
-        ),
-    }
-
-
-def off_on_rounded(
-    layer: nn.Module, x: Tensor, y: Tensor, linear: Callable[[Tensor, Rows], Tensor], kind: torch.dtype
-) -> dict[str, float]:
-    """Return how far off the three products of a layer without biases are from float64, on values rounded as theirs
-    are: of g, u and y the norm of the error over that of the exact result, for the worst token and, of many tokens, the
-    worst column. g and u are what `linear` gives of x; y, which the layer gave, is compared with what these make of it:
-    an H100 adds products of E4M3 with 13 or 14 bits, so that a tenth of the h = relu(g) u are rounded to a neighbour,
-    6 to 12% away, which moves y by about 1% of its norm, though no product is off by more than 0.2%.
-
-    layer: with the weights before they are rounded. linear: what multiplies rows of this kind."""
-
-    def off(result: Tensor, a: Tensor, b: Rows) -> float:
-        left, right = (part.values.double() * part.scale.double()[:, None] for part in (quantise(a, kind), b))
-        exact, ways = left @ right.t(), (1, 0) if len(y) >= _COLUMN else (1,)
-        wrong, norms = (torch.cat([t.norm(dim=along) for along in ways]) for t in (result.double() - exact, exact))
-        return float(torch.where(wrong == 0, 0, wrong / norms).max())
-
-    gate, up, down = (quantise(part.weight, kind) for part in (layer.gate_proj, layer.up_proj, layer.down_proj))
-    g, u = linear(x, gate), linear(x, up)
-    return {"g": off(g, x, gate), "u": off(u, x, up), "y": off(y, torch.relu(g) * u, down)}
-
-
 def sections(left_out: dict | None = None, sizes: Sizes | None = None) -> rows.Sections:
-    """Return the steps of the record of all comparisons, those of products first."""
+    """Return the steps of the record of all comparisons that are recorded, those of products first."""
     sizes = sizes or sizes_for("cuda")
     return comparison.sections() | {
         "padding": [functools.partial(padding_rows, share, layers, sizes) for layers in LAYERS for share in REAL],
-        "experts": rows.steps(experts_rows, COUNTS, [sizes]),
         "map": rows.steps(map_rows, SHARES, [sizes]),
-        "few bits": rows.steps(few_bits_rows, TOKENS),
     }

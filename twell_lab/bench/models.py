@@ -1,5 +1,6 @@
 """Any causal language model, dense beside sparse: `model` looks it over and has it measured. `Bench` is the same in
-steps, of which recordings are made; what a step does not need is not made before it."""
+steps, of which `of_size` makes the records of the paper's four sizes; what a step does not need is not made before
+it."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..analysis import costs, planner
+from ..analysis import planner
 from ..analysis.plan import Plan
 from ..analysis.profile import FiringProfile, captured, profile
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import is_threshold
-from ..layers.choice import LOSSY, Choice, LayerPlan
+from ..layers.choice import LOSSY, Choice
 from ..layers.find import check_model, feed_forwards, survey
 from ..layers.paths import PATHS
 from ..layers.probe import raise_all
@@ -34,10 +35,11 @@ from ..models.tiny import ModelConfig, check_whole
 from ..ops import clock as timing
 from ..records import Record
 from . import drawn, rows, training, workloads
-from .causal import Causal
 from .rows import COMPILED, DENSE, Entry, need
-from .workloads import Clocks, Tokens, Workload, compared_part, layer_errors
+from .workloads import Causal, Clocks, Tokens, Workload, compared_part, layer_errors
 
+SIZES = drawn.NAMES[-4:]  # the paper's
+RECORD = "bench-model"  # what a record of `model`, and of one of these sizes, is called
 PLANNED, FOR_GRAPHS = "planned", "planned for graphs"
 FORCED = "forced "  # what comes before the name of a path that all layers take
 COMPILED_TOO = " compiled"  # what follows the name of a sparse model that is compiled
@@ -54,7 +56,6 @@ def model(
     text: Tensor | None = None,
     firing: FiringProfile | str | os.PathLike | None = None,
     plan: Plan | Choice | str | os.PathLike | None = None,
-    paths: Iterable[str] = (),
     compiled: bool = False,
     graphs: bool = False,
     training: bool = False,
@@ -83,9 +84,8 @@ def model(
         firing: of a drawn model: a profile of another, trained one, or the name of a file with one. Its neurons then
             fire as often as the profiled ones do, layer by layer at the same relative depth, though independently.
         plan: what the layers do, as for `tl.sparsify`: a Plan, the name of a file with one, a Choice, or the name of a
-            path. By default the layers are planned here, for these numbers of tokens.
-        paths: names of paths, each of which all layers of one more copy of the model take. No error of a lossy one is
-            too large: rows have it, and of a text the loss, beside those of the dense model.
+            path, which all layers take: rows have its error, which of a lossy one is never too large, and of a text the
+            loss. By default the layers are planned here, for these numbers of tokens.
         compiled: also time both models under torch.compile. What cannot be compiled is left out; the notes say why.
         graphs: on a GPU, also time forwards of up to 16,384 tokens as CUDA graphs, and a model that is planned for
             these; of two planned models this one is compiled where it runs as a graph.
@@ -100,10 +100,10 @@ def model(
     Returns:
         A Record with rows of kind "model_forward" and "model_decode" (tokens: the batch), and "model_training". Beside
         what rows of layers have: `head`, `tokens_per_ms` or `tokens_per_s` of plain calls, `choice` (what the layers
-        run), `error` (of results against a float32 run), `layer_error` (of a layer's output, on average, where `paths`
-        were named), `loss` (of forwards with the head, on a text), `weight_bytes`; on a GPU `peak_bytes`, and
-        `mj_per_token` (of graphs where there are any). Its notes say under "energy" why there is none, and under
-        "left_out" what does not run here. An interruption (Ctrl-C) ends it with the rows that there are.
+        run), `error` (of results against a float32 run), `layer_error` (of a layer's output, on average, where a path
+        was named), `loss` (of forwards with the head, on a text); on a GPU `peak_bytes`, and `mj_per_token` (of graphs
+        where there are any). Its notes say under "energy" why there is none, and under "left_out" what does not run
+        here. An interruption (Ctrl-C) ends it with the rows that there are.
 
     Raises:
         InputError: for a model or an argument that is not accepted, a plan of another model, a path that does not take
@@ -134,7 +134,7 @@ def model(
     notes: dict[str, object] = {"left_out": bench.left_out} if bench.left_out else {}
     if bench.clocks.no_energy or not bench.clocks.seconds:
         notes["energy"] = bench.clocks.no_energy or "it was not asked for"
-    return Record.new("bench-model", "a whole model, dense beside sparse", table, notes)
+    return Record.new(RECORD, "a whole model, dense beside sparse", table, notes)
 
 
 class Bench:
@@ -156,11 +156,11 @@ class Bench:
         bound.apply_defaults()
         asked = SimpleNamespace(**bound.arguments)
         self.left_out: dict[str, str] = {} if left_out is None else left_out
-        forced, steps = _paths(asked.paths), _counts("batches", asked.batches)
+        steps = _counts("batches", asked.batches)
         if isinstance(subject, ModelConfig) or isinstance(subject, str) and subject in drawn.NAMES:
             sizes = drawn.sizes_of(subject)
             place = timing.present_device(asked.device)
-            make = _drawing(sizes, place, asked.dtype, asked.firing, 2 + len(forced))
+            make = _drawing(sizes, place, asked.dtype, asked.firing)
             name = f"{subject} " if isinstance(subject, str) else ""
             about = about or f"drawn {name}Llama{' firing as profiled' * (asked.firing is not None)}"
             vocabulary, context = sizes.vocabulary, sizes.context
@@ -187,14 +187,9 @@ class Bench:
         if plan is None:
             for name in (PLANNED, FOR_GRAPHS)[: 1 + (asked.graphs and on_gpu)]:
                 self.plans[name] = functools.partial(self.planned, name)
-        elif isinstance(plan, str) and plan in PATHS.names():
-            forced = [plan, *forced]
         else:
-            self.plans[f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED] = lambda: plan
-        for path in forced:
-            splits = PATHS[path].splits
-            how_to = functools.partial(self._split if splits else Choice, path)
-            self.plans[f"{FORCED}{path if splits else Choice(path)}"] = how_to
+            told = Choice(plan) if isinstance(plan, str) and plan in PATHS.names() else plan
+            self.plans[f"{FORCED}{told}" if isinstance(told, Choice) else PLANNED] = lambda: told
         self.fewest = min((n for n in (*counts, self.length) if n > 1), default=1)
         self.classes = sorted({*counts, *steps})
         torch.manual_seed(0)
@@ -235,19 +230,6 @@ class Bench:
         calls, batches = "captured" if name == FOR_GRAPHS else "eager", list(windows.split(max(1, len(windows) // 2)))
         how = {"tokens": self.classes, "batches": batches, "calls": calls, "progress": False}
         return planner.plan(self.firing, self.dense.model, **how)
-
-    def _split(self, path: str) -> Plan:
-        """Return a plan of a path that splits neurons, with as many hot ones as should be fastest for most tokens."""
-        weight = self.layers[0].up.weight
-        rates, layers = costs.measure_rates(weight.device, weight.dtype), []
-        for layer in self.firing.layers:
-            args = costs.Firing.of(layer), rates, self.classes[-1], weight.itemsize
-            choices = [Choice(path, hot) for hot in PATHS[path].sizes(layer.d_ff)]
-            what = f"{layer.name!r} has {layer.d_ff} neurons, too few for the path {path!r} to split"
-            need(choices, what, "another path")
-            best = min(choices, key=lambda choice: costs.predict(choice, *args)["total"])
-            layers.append(LayerPlan.forced(layer, best))
-        return Plan(layers, rates.device, rates.dtype, dict(vars(rates)))
 
     def model_of(self, path: str) -> Causal:
         """Return the model that runs on this path, compiled or not."""
@@ -324,8 +306,8 @@ class Bench:
         )
 
     def _entry(self, work: Workload, path: str, results: dict[str, Tensor]) -> Entry:
-        """Return the call of a path, and what its rows say of its weights, of what each layer does, of its error and
-        loss. The result is compared with float32, and put into `results`, which has the dense model's."""
+        """Return the call of a path, and what its rows say of what each layer does, of its error and loss. The result
+        is compared with float32, and put into `results`, which has the dense model's."""
         call, right = work.makes(self.model_of(path), "compiled" in path), work.right
         assert right is not None
         whole, said = call(0), self._of_path(path, work.tokens)
@@ -350,17 +332,15 @@ class Bench:
         return call, said
 
     def _of_path(self, path: str, tokens: int) -> dict:
-        """Return what the rows of a path say of its weights, and of what each layer does with so many tokens."""
-        model = self.model_of(path).model
-        said = {} if "compiled" in path else {"weight_bytes": workloads.weight_bytes(model)}
+        """Return what the rows of a path say of what each layer does with so many tokens."""
         if path in (DENSE, COMPILED):
-            return said
-        plans = [layer.plan for layer in model.modules() if isinstance(layer, SparseFFN)]
+            return {}
+        plans = [layer.plan for layer in self.model_of(path).model.modules() if isinstance(layer, SparseFFN)]
         choices = [plan if isinstance(plan, Choice) else plan.choice(tokens) for plan in plans]
         taken = Counter(choice.path if choice.hot else str(choice) for choice in choices)
         if len(choices) < len(self.layers):
             taken["dense"] += len(self.layers) - len(choices)  # not swapped: nothing is faster
-        return said | {"choice": training.counted(taken)}
+        return {"choice": training.counted(taken)}
 
     def train(self, tokens: int | None = None) -> list[dict]:
         """Return the rows of whole training steps on so many tokens, by default the fewest of the forwards: dense and
@@ -401,15 +381,15 @@ class Bench:
 # ---- what is refused ----
 
 
-def _drawing(sizes: ModelConfig, place: torch.device, dtype, firing, copies: int) -> Callable[[], Causal]:
-    """Return what draws a model, of which there will be so many copies."""
+def _drawing(sizes: ModelConfig, place: torch.device, dtype, firing) -> Callable[[], Causal]:
+    """Return what draws a model, if there is room for it and its sparse copy."""
     dtype = dtype or timing.dtype_for(place)
     need(dtype in VALUE_DTYPES, f"dtype is {dtype!r:.80}", "bfloat16, float16 and float32")
     firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
     kind = type(firing).__name__
     need(isinstance(firing, FiringProfile | None), f"firing is a {kind}", "a FiringProfile or a file's name")
     if place.type == "cpu":  # a GPU says what does not fit
-        drawn.check_room(sizes, dtype, copies)
+        drawn.check_room(sizes, dtype, 2)
     return lambda: Causal(drawn.fired(sizes, place, dtype, firing))
 
 
@@ -436,13 +416,6 @@ def _checked(model, asked: SimpleNamespace) -> Causal:
     return causal
 
 
-def _paths(names) -> list[str]:
-    listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else [names]
-    for name in listed:
-        need(name in PATHS.names(), f"paths has {name!r:.80}", ", ".join(map(repr, PATHS.names())))
-    return list(dict.fromkeys(listed))
-
-
 def _counts(name: str, values, least: int = 1, most: int = 2**31 - 1) -> list[int]:
     listed = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [values]
     for value in listed:
@@ -463,3 +436,39 @@ def _check_text(text, vocabulary: int, most: int, length: int) -> None:
     need(len(text) >= needed, what, f"{needed:,} or more, or smaller tokens and batches")
     wrong = [token for token in (int(text.min()), int(text.max())) if not 0 <= token < vocabulary]
     need(not wrong, f"text has the token {[*wrong, ''][0]}", f"token numbers from 0 to {vocabulary - 1}")
+
+
+# ---- the records of the paper's sizes, dense beside sparse ----
+
+BATCHES, SEQUENCES = (1, 8, 64), 64
+
+
+def model_name(size: str) -> str:
+    """Return what rows call the drawn model of a size."""
+    return f"drawn {size} Llama"
+
+
+def of_size(size: str, left_out: dict[str, str], sequences: int = SEQUENCES, **how: Any) -> rows.Sections:
+    """Return the steps of the record of this size, what says most first; the models are made when the first step needs
+    them. sequences: of the longest forward. how: as for `model`."""
+    context = drawn.sizes_of(size).context
+    many = sequences * context
+    defaults = {"tokens": (context, many), "batches": BATCHES, "compiled": True, "graphs": True}
+    bench = functools.cache(lambda: Bench(size, left_out=left_out, **{**defaults, **how}))
+
+    def step(kind: str, tokens: int, head: bool, compiled: bool | None = None) -> list[dict]:
+        return bench().rows(f"model_{kind}", tokens, head, compiled=compiled if head else False)
+
+    return {
+        "many sequences": rows.steps(step, ["forward"], [many], [True], [False]),
+        "decode, one sequence": rows.steps(step, ["decode"], [1], [True]),
+        "one sequence": rows.steps(step, ["forward"], [context], [True]),
+        "decode": rows.steps(step, ["decode"], BATCHES[1:], [True]),
+        "training step": [lambda: bench().train()],
+        "without the LM head": [
+            *rows.steps(step, ["forward"], [many], [False]),
+            *rows.steps(step, ["decode"], BATCHES, [False]),
+            *rows.steps(step, ["forward"], [context], [False]),
+        ],
+        "many sequences, compiled": rows.steps(step, ["forward"], [many], [True]),  # which takes longest
+    }

@@ -238,22 +238,29 @@ def whole_steps(
 
 
 HALF_BILLION = ModelConfig(vocabulary=32768, d_model=D_MODEL, layers=8, heads=16, d_ff=D_FF, context=2048)
-SWEPT = ModelConfig(vocabulary=256, d_model=768, layers=8, heads=12, d_ff=2048, context=512)
-# As in bench.forward: sections are lists of steps, the most important and the quick ones first.
-SECTIONS: rows.Sections = {
-    "tokens": [partial(step_rows, Case(tokens, graphs=True)) for tokens in COUNTS],
-    "lognormal": [partial(step_rows, Case(nnz=nnz)) for nnz in (8, 60, 120)],
-    "heavy rows": [partial(step_rows, case) for case in HEAVY_CASES],
-    "overflow": [  # the first are pooled, the others lost
-        partial(step_rows, Case(heavy=int(TOKENS * share), fires=n, in_tile=True, label=label))
-        for share, n in ((0.2, 40), (0.01, 200))
-        for label in [f"overflow: {share:.0%} of rows with a tile of {n}"]
-    ],
-    "uniform": [partial(step_rows, Case(nnz=nnz, kind="uniform")) for nnz in (8, 29, 60, 120)],
-    "plain": [partial(step_rows, Case(nnz=40, d_ff=8192, gated=False, label="independent, lognormal, plain layer"))],
-    "whole step": [partial(model_rows, HALF_BILLION, 30, 8, "8 layers")],
-    "whole step, the sweep's model": [partial(model_rows, SWEPT, nnz, 64, "the sweep's model") for nnz in (42, 20)],
-}  # the latter as with L1 1e-4 and 2e-4
+
+
+def sections(left_out: dict | None = None) -> rows.Sections:
+    """Return the steps of the record, as in bench.forward."""
+    layers = {
+        "tokens": [Case(tokens, graphs=True) for tokens in COUNTS],
+        "lognormal": [Case(nnz=nnz) for nnz in (8, 60, 120)],
+        "heavy rows": HEAVY_CASES,
+        "uniform": [Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120)],
+        "overflow": [  # the first are pooled, the others lost
+            Case(
+                heavy=int(TOKENS * share),
+                fires=n,
+                in_tile=True,
+                label=f"overflow: {share:.0%} of rows with a tile of {n}",
+            )
+            for share, n in ((0.2, 40), (0.01, 200))
+        ],
+    }
+    steps = {name: rows.steps(step_rows, cases) for name, cases in layers.items()}
+    whole = {"whole step": [partial(model_rows, HALF_BILLION, 30, 8, "8 layers")]}
+    return {name: steps.pop(name) for name in ("tokens", "lognormal", "heavy rows")} | whole | steps
+
 
 # ---- host time ----
 
@@ -302,4 +309,6 @@ def _host_rows(layer: nn.Module, inputs: list[Tensor], what: str, calls: rows.Ca
     return rows.table(shared, {path: host for path, (host, _) in bursts.items()}, bursts=bursts)
 
 
-HOST: rows.Sections = {"host": [partial(host_rows, Case(count)) for count in HOST_TOKENS]}
+def host_sections(left_out: dict | None = None) -> rows.Sections:
+    """Return the steps of the record `host-time`."""
+    return {"host": rows.steps(host_rows, map(Case, HOST_TOKENS))}

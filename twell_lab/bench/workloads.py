@@ -1,5 +1,5 @@
-"""What a whole model is measured on, dense beside sparse: forwards and steps of decoding with a cache; how their
-results are looked at, and the clocks.
+"""What a whole model is measured on, dense beside sparse: forwards and steps of decoding with a cache, by this
+project's models and those of transformers; how their results are looked at; and the clocks, with the energy.
 
 Before any clock starts, results are compared: those of a sparse model may be no further from a float32 run than those
 of the dense model in the same dtype are (MARGIN, SLACK). Where layers have thresholds, at which two right computations
@@ -11,23 +11,21 @@ host hold the waiting too."""
 from __future__ import annotations
 
 import functools
-import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import TwellError
 from ..layers.find import FeedForward, feed_forwards
 from ..layers.sparse_ffn import SparseFFN
+from ..models.generate import cache_name, read_prompt
+from ..models.tiny import Keys, LanguageModel
 from ..ops import clock as timing
 from . import rows
-from .causal import Causal
-from .rows import Calls
+from .rows import Calls, need
 
 # What is allowed: the dense model's own error, with what two equally good runs may differ by chance, and so much of the
 # result's norm; the latter for a model with thresholds, and for each of its layers, of few rows that keep few values;
@@ -35,6 +33,89 @@ from .rows import Calls
 MARGIN, SLACK, CUT_SLACK, CUT_FACTOR = 1.05, 1e-3, 0.25, 0.02
 _CHECKED = 4  # sequences of a batch whose results are compared
 PLACES = 64  # and tokens of each sequence, and inputs of a layer
+
+
+# ---- a model that can be called in these ways ----
+
+Called = Callable[..., Tensor]
+
+
+class Kept(Keys):
+    """The keys and values of all layers. Each call of a step writes its own into the last place, and attends to all: so
+    a step can be repeated, captured in a graph, and taken by several models in turn."""
+
+    mask: Tensor
+
+    def decode(self) -> Kept:
+        """Be ready for steps, once a prompt was read."""
+        keys = self.layers[0][0]
+        self.take(torch.tensor([self.room - 1], device=keys.device), self.room)
+        self.mask = torch.ones(len(keys), 1, 1, self.room, dtype=torch.bool, device=keys.device)
+        return self
+
+    def part(self, some: slice, dtype: torch.dtype) -> Kept:
+        """Return a copy of some of the sequences, in this dtype."""
+        layers = [(keys[some].to(dtype, copy=True), values[some].to(dtype, copy=True)) for keys, values in self.layers]
+        return Kept(self.room, layers).decode()
+
+
+class Causal:
+    """A causal language model. Raises InputError for a module that is none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.ours = model, isinstance(model, LanguageModel)
+        if not self.ours:
+            _check_causal(model)
+
+    @property
+    def vocabulary(self) -> int:
+        """Return how many token numbers there are."""
+        return self.model.config.vocabulary if self.ours else self.model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def context(self) -> int:
+        """Return the most tokens of an input, as far as the configuration says."""
+        config = self.model.config
+        return config.context if self.ours else getattr(config, "max_position_embeddings", None) or 2048
+
+    def reader(self, head: bool = True, *, compiled: bool = False) -> Called:
+        """Return a call: ids [batch, tokens] -> logits [batch, tokens, vocabulary], or without the head what that would
+        take, [batch, tokens, d_model]. Given a Kept too, ids [batch, 1] are the tokens after it."""
+        compile_ = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda call: call
+        if self.ours:
+            return compile_(lambda ids, kept=None: _through(self.model, ids, head, kept))
+        model = self.model if head else self.model.base_model
+        body, cache = compile_(model), cache_name(model)
+
+        def read(ids: Tensor, kept: Kept | None = None) -> Tensor:
+            earlier: dict = {}
+            if kept is not None:
+                earlier = {cache: kept, "attention_mask": kept.mask, "position_ids": kept.places[None]}
+            result = body(ids, use_cache=kept is not None, **earlier)
+            return result.logits if head else result.last_hidden_state
+
+        return read
+
+    @torch.no_grad()
+    def keep(self, ids: Tensor) -> Kept:
+        """Return the keys and values of these tokens [batch, tokens], with a place for one more."""
+        kept = Kept(ids.shape[1] + 1)
+        read_prompt(self.model, ids, None, kept)
+        return kept.decode()
+
+
+def _check_causal(model: nn.Module) -> None:
+    embedded = getattr(model, "get_output_embeddings", None)
+    speaks = callable(embedded) and embedded() is not None and getattr(model, "can_generate", lambda: False)()
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    accepted = "one of transformers with its LM head, or a LanguageModel of this project, as tl.load gives both; "
+    accepted += "tl.bench.layer takes a feed-forward layer"
+    need(speaks and not encodes, f"{type(model).__name__} is no causal language model", accepted)
+
+
+def _through(model: LanguageModel, ids: Tensor, head: bool, kept: Kept | None = None) -> Tensor:
+    x = model.read(ids, slice(ids.shape[1])) if kept is None else model.read(ids, kept.places, kept, kept.mask)
+    return model.head(x) if head else x
 
 
 # ---- what is run ----
@@ -165,30 +246,6 @@ def check_cut(errors: list[tuple[float, float]], label: str) -> float:
     near a threshold fall on either side of it, by rounding: each adds to the difference, and hardly to the factor."""
     off = [max(error / CUT_SLACK, factor / CUT_FACTOR) for error, factor in errors]
     return rows.hold(f"{label}: a layer", float(torch.tensor([0.0, *off]).max()))
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Count the bytes of a model's parameters and buffers, and of the forms of weights that its sparse layers compute
-    with, each piece of memory once."""
-    sizes: dict[int, int] = {}
-    forms = [form for layer in model.modules() if isinstance(layer, SparseFFN) for form in layer.forms.values()]
-    queue, passed = [*model.parameters(), *model.buffers(), *forms], set()
-    while queue:
-        thing = queue.pop()
-        if id(thing) in passed or isinstance(thing, (type, ModuleType, TwellError)):
-            continue
-        passed.add(id(thing))
-        if isinstance(thing, FunctionType):
-            queue += thing.__closure__ or ()
-        elif not isinstance(thing, Tensor):
-            queue += gc.get_referents(thing)
-        elif thing.layout in (torch.sparse_csr, torch.sparse_bsr):
-            queue += (thing.crow_indices(), thing.col_indices(), thing.values())
-        elif is_traceable_wrapper_subclass(thing):  # torch's 2:4 tensors, which have no memory of their own
-            queue += [getattr(thing, name) for name in thing.__tensor_flatten__()[0]]
-        else:
-            sizes[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    return sum(sizes.values())
 
 
 # ---- the energy that calls take, by a GPU's own counter (NVML): all that the board takes, idle or not ----

@@ -44,7 +44,7 @@ def test_a_table_and_a_sentence(ask, request, text, kind, begins):
     table = lines[head : lines.index("", head)]  # whose words may be folded, as times on a busy machine are wide
     assert {"forward,", "decode"} <= {line.split()[0] for line in table}
     assert "dense" in lines[head] and "mJ" not in " ".join(table)
-    assert "neurons fire for a token" in lines[1] and "%" in lines[1] and "MiB dense" in lines[1]
+    assert "neurons fire for a token" in lines[1] and "%" in lines[1]
     assert lines[-2] == "bench: no energy: it is read on an NVIDIA GPU alone"
     assert lines[-1].startswith("bench: of 4 comparisons the sparse model is ")
 

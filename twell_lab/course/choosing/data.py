@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from ... import core, records
 from ...bench import comparison, methods
-from ...bench import losses as chosen_neurons
 from ...bench import rows as bench_rows
 from ...bench.comparison import SCATTERED, TALL, Shape, quantile
 from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, PREDICTED, RANK, SHARES, SPLIT, TILES, sizes_for
@@ -212,6 +212,20 @@ def expert_rows(device: str, counts: Sequence[int] = (4, 8, 16, 32, 64)) -> list
 
 
 @torch.no_grad()
+def second_halves(model: LanguageModel, windows: Tensor, at: Callable[[Tensor], object] | None = None) -> Tensor:
+    """Return the mean loss of the second half of each window, in nats a token, float64 [n]. at: called with the first
+    half [1, length] of each window, the prompt of core neurons, before the model reads it."""
+    losses = []
+    for window in windows.split(1):
+        half = window.shape[1] // 2
+        if at is not None:
+            at(window[:, :half])
+        scores = model(window[:, :-1])[0, half - 1 :]
+        losses.append(cross_entropy(scores.float(), window[0, half:]).double().cpu())
+    return torch.stack(losses)
+
+
+@torch.no_grad()
 def lossy_rows(
     subject: Study,
     found: Predictors,
@@ -221,12 +235,12 @@ def lossy_rows(
     """{way, computed (share of the neurons), more (share of the dense loss)}: the model with predicted neurons, and
     with the core neurons of each window's first half; the loss is that of second halves. "what fires" loses nothing."""
     model, windows = subject.model, subject.windows
-    dense = float(chosen_neurons.second_halves(model, windows).mean())
+    dense = float(second_halves(model, windows).mean())
     firing = sum(float(each.double().mean()) for each in subject.fires) / len(subject.fires)
     made = [{"way": "what fires: the gate decides", "computed": firing, "more": 0.0}]
 
     def row(way: str, sparsity: float, at: Callable | None = None) -> None:
-        more = float(chosen_neurons.second_halves(model, windows, at).mean()) / dense - 1
+        more = float(second_halves(model, windows, at).mean()) / dense - 1
         made.append({"way": way, "computed": 1 - sparsity, "more": more})
 
     try:

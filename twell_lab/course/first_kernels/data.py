@@ -15,7 +15,6 @@ from torch import Tensor
 from ... import core
 from ...analysis.predict import rates_of
 from ...bench import forward
-from ...bench.evidence import noise
 from ...core import DeviceError, InputError, StackError
 from ...cuda.launch import run
 from ...formats.twell import TILE, WORDS, TwELL
@@ -62,6 +61,16 @@ def on_the_gpu(gate: Tensor) -> str:
 
 
 # ---- workloads: the same on every machine ----
+
+
+def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Pseudo-random numbers from -1 to 1, float64 of this shape: splitmix64 of each element's position, which gives the
+    same numbers on every machine."""
+    z = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed << 32)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = (z ^ (z >> np.uint64(31))) >> np.uint64(11)
+    return (z.astype(np.float64) * 2.0**-52 - 1.0).reshape(shape)
 
 
 def gate(rows: int, d_ff: int = D_FF, nnz: int = NNZ) -> Tensor:
@@ -134,7 +143,7 @@ def fault_of(call: Callable[[], object]) -> Fault | None:
 def recorded(tokens: int, device: str = "H100") -> dict[str, dict]:
     """kernel -> its row, with `where`, at this many tokens; {} if nothing is recorded on a GPU with `device` in its
     name."""
-    rows = newest("portable", device, lambda row: row.get("kind") == "kernel" and row["tokens"] == tokens)
+    rows = newest("", device, lambda row: row.get("kind") == "kernel" and row["tokens"] == tokens)
     return {row["path"]: row for row in rows}
 
 

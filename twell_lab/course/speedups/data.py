@@ -17,9 +17,8 @@ from ... import records
 from ...analysis.profile import FiringProfile
 from ...bench import models, workloads
 from ...bench import rows as timed
-from ...bench.models import PLANNED
+from ...bench.models import PLANNED, model_name
 from ...bench.rows import DENSE
-from ...bench.whole import model_name
 from ...core import StackError
 from ...layers.find import feed_forwards
 from ...models.tiny import ModelConfig
@@ -106,7 +105,7 @@ def _read(row: dict) -> dict | None:
     model, _, what = row["workload"].partition(", ")
     if row["kind"] == "training":  # which are those of a layer, too
         model, what = f"a model of {row['layers']} layers", f"training step, {row['tokens']:,} tokens"
-    if model in ("Llama", model_name("2B")):  # what two records of the library itself call that model, which is drawn
+    if model == model_name("2B"):
         model = DRAWN
     return {"head": True, **row, "step": _KINDS[row["kind"]], "model": model, "what": what}
 
