@@ -26,7 +26,7 @@ def cells(table: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", [*NAMES, "whole_beside_layer"])
 def test_without_records_a_table_says_so(name):
-    others = [record(kind, 1, []) for kind in ("inference", "training", "comparison", "bench-model", "trained")]
+    others = [record(kind, 1, []) for kind in ("inference", "training", "arena", "bench-model", "pruning")]
     for recorded in ([], others):
         assert cells(getattr(tables, name)(recorded)) == [["figures"], ["nothing is recorded yet"]]
 
@@ -90,38 +90,10 @@ def test_the_table_of_heavy_tokens_takes_a_record_that_has_them_all():
 
 
 def test_a_second_value_of_a_place_stands_in_brackets():
-    """Replays of graphs beside plain calls, and seeds beside each other."""
-    shared = {"kind": "few bits", "wall_ms": 4.0, "dense_wall_ms": 2.0, "error": 0.03}
-    rows = [shared | {"path": "forced int8 (lossy)", "tokens": tokens} for tokens in (1, 16384)]
-    rows += [shared | {"path": "forced int8 (lossy) (graph)", "tokens": 1, "x_dense": 1.25}]
-    rows += [{"kind": "few bits", "path": "part: x Wg^T", "tokens": 16384, "ms": 0.5}]
-    assert cells(tables.few_bits([record("comparison", 1, rows)]))[1:] == [
-        ["int8 (lossy)", "0.50 (1.25)", "0.50", "3.0%"],
-        ["x Wg^T", "", "0.5 ms", ""],
-    ]
     pruned = [
         {"kind": "pruning", "path": "2:4", "sparsity": 0.5, "bits_before": x, "bits_after": x} for x in (2.0, 3.0)
     ]
-    assert cells(tables.pruning([record("pruning", 1, pruned)]))[1][2:] == ["2.000 (3.000)"] * 2
-
-
-def test_the_table_of_paths_has_errors_of_the_first_forward_and_the_last_loss():
-    def rows(about, work, path, wall, error, loss=None, kind="model_forward"):
-        more = {} if loss is None else {"loss": loss}
-        shared = {"kind": kind, "workload": f"{about}, {work}", "dense_wall_ms": 4.0}
-        return shared | {"path": path, "wall_ms": wall, "error": error, **more}
-
-    made = [
-        rows("drawn", "decode step, batch 1", "forced int8 (lossy)", 2.0, 0.9, kind="model_decode"),
-        rows("drawn", "decode step, batch 1", "forced int8 (lossy) (graph)", 1.0, 0.9, kind="model_decode"),
-        rows("drawn", "1 x 8 tokens", "dense eager", 4.0, 0.25, 1.25),
-        rows("drawn", "1 x 8 tokens", "forced int8 (lossy)", 8.0, 0.5, 1.5) | {"layer_error": 0.75},
-        rows("drawn", "2 x 8 tokens", "forced int8 (lossy)", 8.0, 0.125, 1.75) | {"layer_error": 0.125},
-    ]
-    assert cells(tables.model_paths([record("model-paths", 1, made)]))[1:] == [
-        ["drawn: int8 (lossy)", "0.50", "0.50", "2.00 (4.00)", "50%", "1.7500", "75%"],
-        ["drawn: dense eager", "1.00", "", "", "25%", "1.2500", ""],
-    ]
+    assert cells(tables.pruning([record("pruning", 1, pruned)]))[1][2:] == ["2.000 (3.000)"] * 2  # of two seeds
 
 
 def test_the_table_of_the_model_compares_like_with_like():
@@ -148,14 +120,13 @@ def test_the_table_of_the_model_compares_like_with_like():
 
 
 def test_tables_are_of_the_gpu_that_pages_tell_of_where_it_was_recorded():
-    def made(gpu: str, day: int, ms: float) -> records.Record:
-        row = {"kind": "experts", "workload": "8 experts", "path": "grouped", "ms": 1.0, "wall_ms": 1.0}
-        found = record("comparison", day, [row | {"dense_ms": ms, "dense_wall_ms": ms}])
+    def made(gpu: str, day: int, us: float) -> records.Record:
+        found = record("arena", day, [{"kind": "arena", "workload": "8 layers, one", "path": "teal", "ms": us / 1e3}])
         found.rows = [each | {"device": gpu} for each in found.rows]
         return found
 
     told, other = made("NVIDIA H100 80GB HBM3", 1, 2.0), made("NVIDIA H200", 2, 3.0)
-    assert tables.experts([told, other]) == tables.experts([told]) and "| grouped | 2.00" in tables.experts([told])
-    assert "NVIDIA H200" in tables.experts([other]) and "| grouped | 3.00" in tables.experts([other])
-    assert records.newest([told, other], "comparison", "H200") is other
+    assert tables.arena([told, other]) == tables.arena([told]) and "| teal | 2.0" in tables.arena([told])
+    assert "NVIDIA H200" in tables.arena([other]) and "| teal | 3.0" in tables.arena([other])
+    assert records.newest([told, other], "arena", "H200") is other
     assert records.newest([told, other], "inference") is None

@@ -8,6 +8,8 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -21,7 +23,7 @@ import torch
 
 from tests.nightly.attack import kills
 from tests.nightly.attack.harness import PLACE, damaged
-from twell_lab import core, records, simulator
+from twell_lab import records, simulator
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.planner import plan
 from twell_lab.analysis.profile import FiringProfile, profile
@@ -148,8 +150,9 @@ def _choose(found: Plan) -> None:
 
 
 def _make_tour(folder: Path) -> None:
-    newest = sorted(Path(core.records_dir()).glob("tour-*.json"))[-1]
-    shutil.copyfile(newest, folder / "tour.json")
+    command = [sys.executable, "-m", "twell_lab", "tour", "--quick", "--text", str(kills._text()), "--out", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    (folder / "index.html").unlink()
 
 
 def _read_tour(folder: Path):
