@@ -29,25 +29,24 @@ def clock(monkeypatch):
     return SimpleNamespace(noted=noted, bursts=bursts)
 
 
-def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones_and_parts(clock):
+def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones(clock):
     calls = dict.fromkeys(("dense eager", "dense compiled", "dense max-autotune", "twell"), lambda turn: None)
-    parts = {"part: pack": lambda turn: None}
-    samples, bursts = rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS, parts=parts)
+    samples, bursts = rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS)
     replayed = ["dense eager (graph)", "dense max-autotune (graph)", "twell (graph)"]
-    assert clock.noted == [[*calls], ["part: pack"], replayed]
+    assert clock.noted == [[*calls], replayed]
     assert [*samples] == sum(clock.noted, [])
     assert [*bursts] == [*calls, *replayed]
     assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS + 1)[0]] == [*calls]
     assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS + 1, graphs=True)[0]] == [*calls, *replayed]
     everything = [f"{name} (graph)" for name in calls]
-    assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS, parts=parts, compiled=True)[1]] == [
+    assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS, compiled=True)[1]] == [
         *calls,
         *everything,
     ]
 
 
 def test_a_row_is_compared_with_the_dense_layer_that_was_run_in_the_same_way():
-    times = {"dense eager": 4.0, "dense compiled": 3.0, "twell": 2.0, "part: pack": 1.0}
+    times = {"dense eager": 4.0, "dense compiled": 3.0, "twell": 2.0}
     times |= {"dense eager (graph)": 3.5, "twell (graph)": 1.75}
     bursts = {
         "dense eager": ([0.1, 0.2, 0.3], [4.0, 5.0, 6.0]),
@@ -57,10 +56,11 @@ def test_a_row_is_compared_with_the_dense_layer_that_was_run_in_the_same_way():
     }
     samples, facts = {path: [ms] for path, ms in times.items()}, {"twell": {"choice": "twell"}}
     made = {row["path"]: row for row in rows.table({"kind": "made"}, samples, facts, bursts)}
-    twell, graph, part = (made[path] for path in ("twell", "twell (graph)", "part: pack"))
+    twell, graph = made["twell"], made["twell (graph)"]
     assert twell["x_dense"] == 2.0 and twell["x_compiled"] == 1.5 and twell["choice"] == graph["choice"] == "twell"
     assert graph["x_dense"] == 2.0 and "x_compiled" not in graph
-    assert part["x_dense"] is None and part["dense_ms"] is None and not any("wall" in key for key in part)
+    (alone,) = rows.table({}, {"twell": [2.0]}, base=None)
+    assert alone["x_dense"] is None and alone["dense_ms"] is None and not any("wall" in key for key in alone)
     assert made["dense eager"]["wall_ms"] == made["dense eager"]["dense_wall_ms"] == 5.0
     assert (twell["wall_ms"], twell["wall_spread"], twell["dense_wall_ms"]) == (2.5, 0.5, 5.0)
     assert twell["host_us"] == pytest.approx(400) and twell["wall_samples"] == [2.0, 2.5, 3.0]

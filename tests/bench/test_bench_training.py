@@ -34,25 +34,23 @@ def warm(rows):
     return [row for row in rows if not row["path"].endswith("(cold)")]
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_every_path_of_a_step_is_checked_and_says_what_it_is(gated):
-    rows = warm(training.step_rows(dataclasses.replace(TINY, gated=gated, label="drawn")))
+def test_every_path_of_a_step_is_checked_and_says_what_it_is():
+    rows = warm(training.step_rows(dataclasses.replace(TINY, label="drawn")))
     paths = ["dense eager", "dense compiled", "forced dense", "forced twell", "planned", "planned compiled"]
     assert [row["path"] for row in rows] == paths
     for row in rows:
-        assert row["kind"] == "training" and row["tokens"] == 40 and row["gated"] == gated
+        assert row["kind"] == "training" and row["tokens"] == 40 and row["gated"]
         assert row["ms"] == 2.0 and row["x_dense"] == row["x_compiled"] == 1.0 and row["wall_ms"] == 2.0
         assert ("error_over_allowed" in row) == (row["path"] != "dense eager") and row["workload"] == "drawn"
     assert rows[4]["choice"] == rows[5]["choice"] and rows[4]["choice"] in ("twell", "dense")
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_every_path_of_a_forward_is_checked_and_says_what_it_is(gated):
-    rows = warm(forward.inference_rows(dataclasses.replace(TINY, gated=gated, autotuned=True)))
+def test_every_path_of_a_forward_is_checked_and_says_what_it_is():
+    rows = warm(forward.inference_rows(dataclasses.replace(TINY, autotuned=True)))
     paths = ["dense eager", "dense compiled", "planned", "planned compiled", "dense max-autotune"]
     assert [row["path"] for row in rows] == [*paths, "forced dense", "forced twell", "forced hot_cold 256"]
     for row in rows:
-        assert row["kind"] == "inference" and row["gated"] == gated and row["workload"] == "independent, lognormal"
+        assert row["kind"] == "inference" and row["gated"] and row["workload"] == "independent, lognormal"
         assert ("error_over_allowed" in row) == (row["path"] != "dense eager") and ("choice" in row) == (
             row["path"].startswith("planned")
         )
@@ -114,12 +112,12 @@ def test_so_many_neurons_fire_in_so_many_rows(in_tile):
 def test_the_planned_path_follows_the_density(monkeypatch):
     first = torch.empty(5632, 2048, device="meta")
     for nnz, path in ((20, "twell"), (200, "dense")):
-        assert training.planned(torch.full((64,), nnz), first, True) == path
+        assert training.planned(torch.full((64,), nnz), first) == path
     fired = torch.full((64,), 20)
     fired[::16] = 5000  # 331 on average
-    assert training.planned(fired, first, True) == "dense"
+    assert training.planned(fired, first) == "dense"
     monkeypatch.setattr(training.switching.train_lost, "tensor_core_rows", lambda *_: 8)  # where tensor cores take them
-    assert training.planned(fired, first, True) == "twell"
+    assert training.planned(fired, first) == "twell"
 
 
 def test_layers_of_a_model_are_planned_one_by_one(monkeypatch):

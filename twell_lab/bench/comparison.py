@@ -102,12 +102,8 @@ def ell_matmul(a: ELL, b: Tensor) -> Tensor:
     return embedding_bag(a.column, b, per_sample_weights=a.value, mode="sum")
 
 
-def _semi_structured(a: Tensor, kind: str = "cusparselt") -> Tensor:
-    return semi_structured.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
-
-
-def _searched(a: Tensor) -> Tensor:
-    return semi_structured.searched(_semi_structured(a), a.shape[1])
+def _two_four(a: Tensor) -> Tensor:
+    return semi_structured.tensor_kind(a.shape, a.dtype, a.device, "cusparselt").from_dense(a)
 
 
 def _pruned(a: Tensor, product: str) -> SparseLinear:
@@ -144,13 +140,11 @@ METHODS: tuple[Method, ...] = (
         turned=True,
     ),
     Method("BSR 32 x 32 (torch)", partial(blocks.to_bsr, size=32), torch.matmul, _IN_BLOCKS),
-    Method("2:4 (torch: CUTLASS)", partial(_semi_structured, kind="cutlass"), torch.matmul, (TWO_FOUR,)),
-    Method("2:4 (torch: cuSPARSELt)", _semi_structured, torch.matmul, (TWO_FOUR,)),
-    Method("2:4 (torch: cuSPARSELt, searched)", _searched, lambda w, x: linear(x, w), (TWO_FOUR,), turned=True),
+    Method("2:4 (torch: cuSPARSELt)", _two_four, torch.matmul, (TWO_FOUR,)),
     Method(
-        "2:4 (cuSPARSELt, searched, called at once)",
-        _searched,
-        lambda w, x: semi_structured.product(x, w),
+        "2:4 (torch: cuSPARSELt, searched)",
+        lambda a: semi_structured.searched(_two_four(a), a.shape[1]),
+        lambda weight, x: linear(x, weight),
         (TWO_FOUR,),
         turned=True,
     ),
@@ -211,17 +205,14 @@ def beside(
 
     left_out: dict[str, str] = {}
     calls, facts = rows.admit({method.name: partial(entry, method) for method in methods}, left_out)
-    parts: rows.Calls = {
-        f"part: {method.name}, conversion": lambda turn, method=method: method.convert(a)
-        for method in methods
-        if method.name in calls
-    }
     calls = {DENSE: rows.over(partial(torch.matmul, a), bs), **calls}
     facts[DENSE] = {"left_out": left_out}
     nonzero = int((a != 0).sum())
     shared = rows.of_layer(kind, dense, a.shape[1], workload)
     shared |= {"nnz": round(nonzero / len(a), 2), "density": nonzero / a.numel()}
-    return rows.measured(shared, calls, seconds, facts, parts=parts if conversions else {})
+    made = rows.measured(shared, calls, seconds, facts)
+    parts = {f"part: {way.name}, conversion": rows.over(way.convert, [a]) for way in methods if way.name in calls}
+    return made + (rows.measured(shared, parts, seconds, base=None, rounds=10) if parts and conversions else [])
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from ..ops.clock import workload
 from ..ops.down import down
 from ..ops.gated import gated
 from ..ops.pack import pack
-from ..ops.reference import PlainFeedForward
 from ..records import Record
 from . import rows
 from .rows import COMPILED, need, over
@@ -178,9 +177,9 @@ COUNTS = (1, 16, 64, 256, 2048, 16384, 131072)  # tokens at which calls are time
 
 @dataclass(frozen=True)
 class Case:
-    """A drawn layer (ops.clock.workload) with its inputs, on a GPU where there is one.
+    """A drawn gated layer (ops.clock.workload) with its inputs, on a GPU where there is one.
 
-    gated: or plain. label: the name of the workload; by default it says how the neurons fire. heavy: in how many rows
+    label: the name of the workload; by default it says how the neurons fire. heavy: in how many rows
     of each input, spread evenly, more neurons fire than were drawn. fires: how many more, drawn at random; `in_tile`:
     the first of one tile. graphs: whether calls are timed as CUDA graphs, which few tokens are anyway. autotuned:
     whether kernels that torch.compile picked by timing them are timed beside, in inference."""
@@ -190,7 +189,6 @@ class Case:
     kind: str = "lognormal"
     d_model: int = 2048
     d_ff: int = 5632
-    gated: bool = True
     label: str = ""
     heavy: int = 0
     fires: int = 0
@@ -221,10 +219,6 @@ class Case:
                 x[:, 1] = 0
                 x[tokens, 1] = 8.0
             layer.gate_proj.weight[neurons.to(device), 1] = 4.0
-        if not self.gated:
-            plain = PlainFeedForward(8, 8).requires_grad_(False)
-            plain.up_proj, plain.down_proj = layer.gate_proj, layer.down_proj
-            layer = plain
         return layer.eval(), inputs, seen[:2]  # in training mode a swapped layer would copy `down`, not turn it
 
 
@@ -269,14 +263,7 @@ HEAVY_CASES = [
 def sections(left_out: dict | None = None) -> rows.Sections:
     """Return the steps of the record. The most important come first: a record that runs out of time leaves out the
     last ones."""
-    shapes = (  # d_model, d_ff, gated
-        (768, 3072, True),
-        (1024, 4096, False),
-        (2048, 8192, False),
-        (3584, 18944, True),
-        (4096, 14336, True),
-        (5120, 13824, True),
-    )
+    shapes = (768, 3072), (3584, 18944), (4096, 14336), (5120, 13824)  # d_model, d_ff
     layers = {
         "tokens": [Case(tokens, graphs=True) for tokens in COUNTS],
         "16,384 tokens": [Case(nnz=nnz) for nnz in (8, 60, 120, 300)],
@@ -287,8 +274,8 @@ def sections(left_out: dict | None = None) -> rows.Sections:
             Case(tokens, label="max-autotune", graphs=True, autotuned=True) for tokens in (1, 64, 2048, TOKENS)
         ],
         "shapes": [
-            Case(tokens, max(4.0, 29 / D_FF * d_ff), d_model=d_model, d_ff=d_ff, gated=gated)
-            for d_model, d_ff, gated in shapes
+            Case(tokens, max(4.0, 29 / D_FF * d_ff), d_model=d_model, d_ff=d_ff)
+            for d_model, d_ff in shapes
             for tokens in (1, TOKENS)
         ],
     }

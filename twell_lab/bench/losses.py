@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,17 +36,10 @@ from . import rows
 from .rows import DENSE
 from .workloads import PLACES, Causal, Tokens, check_cut, decode, layer_errors
 
-# ---- the models, and how they are trained: on a GPU, and a small one for a CPU, in minutes on two cores ----
-
-
-def _config(*sizes: float, **more: Any) -> TrainConfig:
-    names = ("d_model", "layers", "heads", "d_ff", "context", "batch", "steps", "lr", "eval_windows")
-    return TrainConfig(**dict(zip(names, sizes, strict=True)), **more)
-
-
-PRUNED = _config(512, 6, 8, 1408, 256, 32, 500, 1e-3, 512, dtype="bfloat16")
-SMALL_PRUNED = _config(128, 2, 4, 512, 64, 8, 300, 2e-3, 128)
-CUT_MODEL = _config(2048, 4, 16, 5632, 512, 32, 400, 4e-4, 256, dtype="bfloat16")
+_PRUNED = {"d_model": 128, "layers": 2, "heads": 4, "d_ff": 512, "context": 64, "batch": 8, "steps": 300, "lr": 2e-3}
+PRUNED = TrainConfig(**_PRUNED, eval_windows=128)  # for a CPU: two minutes on two cores
+_CUT = {"d_model": 2048, "layers": 4, "heads": 16, "d_ff": 5632, "context": 512, "batch": 32, "steps": 400, "lr": 4e-4}
+CUT_MODEL = TrainConfig(**_CUT, eval_windows=256, dtype="bfloat16")
 
 
 def _backward(model: nn.Module, windows: Tensor, dtype: str) -> None:
@@ -171,9 +163,8 @@ def _linear(model: nn.Module) -> list[nn.Module]:
     return [layer for name, layer in model.named_modules() if isinstance(layer, linear) and name != "head"]
 
 
-def pruning(left_out: dict | None = None, config: TrainConfig | None = None) -> rows.Sections:
+def pruning(left_out: dict | None = None, config: TrainConfig = PRUNED) -> rows.Sections:
     """Return the steps of the record, one for each seed and way. A model is trained when its first way needs it."""
-    config = config or (PRUNED if torch.cuda.is_available() else SMALL_PRUNED)
     trained = functools.cache(lambda seed: Trained(replace(config, seed=seed)))
     step = lambda seed, way: way_rows(trained(seed), way)  # noqa: E731
     return {f"seed {seed}": rows.steps(step, [seed], WAYS) for seed in SEEDS}

@@ -37,7 +37,6 @@ METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED, GROUPED)
 INEXACT = (EXPERTS, PREDICTED, GROUPED)  # another layer, and lossy ones
 SHARES = (1 / 256, 1 / 64, 1 / 32, 1 / 8, 3 / 8)  # of the neurons that fire, or are computed, for a token
 HEIGHT, RANK = 32, 64
-NNZ = 29  # neurons that fire for a token where that makes no difference to what is compared
 _EXPERTS = 32  # that a layer's neurons are cut into, for the map
 OFF = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}  # of the dense result, at most
 REMOVED, ALONE = "padding removed", "real tokens alone"
@@ -90,9 +89,9 @@ def check_close(name: str, y: Tensor, wanted: Tensor) -> None:
 
 
 def by_stripes(layer: GatedFeedForward, down_t: Tensor, x: Tensor, height: int = HEIGHT) -> Tensor:
-    """Return the layer's output for x [tokens, d_model], from micro-tiles of what the gate lets through: of each stripe
-    of tokens, up and down are multiplied for the neurons that fire for one of them; on a GPU, whose kernel multiplies
-    the tiles themselves, down alone, so that nothing waits. down_t: [d_ff, d_model]."""
+    """Return the layer's output for x [tokens, d_model] by micro-tiles: of each stripe of tokens, up and down are
+    multiplied for the neurons that fire for one of them; on a GPU, whose kernel multiplies the tiles themselves, down
+    alone, so that nothing waits. down_t: [d_ff, d_model]."""
     gate = F.linear(x, layer.gate_proj.weight).relu()
     if x.is_cuda:
         return microtiles.product(microtiles.find_microtiles(gate * layer.up_proj(x), height), down_t)
@@ -127,8 +126,8 @@ def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tenso
 
 @torch.no_grad()
 def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
-    """Return the rows of a layer at one share of firing neurons and each number of tokens, by each method, of kind
-    "map". The `share` is that asked for, `nnz` what fires; GROUPED has the `error` of its output."""
+    """Return rows of kind "map": a layer at one share of firing neurons and each number of tokens, by each method. The
+    `share` is that asked for, `nnz` what fires; GROUPED has the `error` of its output."""
     layer, x = drawn(share, sizes)
     methods, made = _methods(layer, share), []
     for tokens in sizes.tokens:
@@ -151,11 +150,10 @@ def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
 @torch.no_grad()
 def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict]:
     """Return rows of kind "padding": gated layers, one after another with residuals, on sequences of which this share
-    of the tokens is real: on all tokens; with the padding `REMOVED` before the first layer and put back after the last,
-    but for finding the tokens, which a model does once; and on as many tokens that lie side by side before and after
-    (`ALONE`), which nothing that removes padding can beat."""
+    of the tokens is real: on all tokens; with the padding `REMOVED` before the first layer and put back after the last
+    (a model finds the tokens once); and on as many tokens that lie side by side (`ALONE`), which nothing can beat."""
     tokens, device = sizes.tokens[-1], sizes.device
-    layer, inputs = clock.workload(tokens, sizes.d_model, sizes.d_ff, NNZ, "lognormal", sizes.dtype, device)
+    layer, inputs = clock.workload(tokens, sizes.d_model, sizes.d_ff, 29, "lognormal", sizes.dtype, device)
     stacked = [copy.deepcopy(layer) for _ in range(layers)]
     xs = [x.view(sizes.sequences, -1, sizes.d_model) for x in inputs]
     lengths = torch.linspace(2 * share - 1 if share > 0.5 else 0, min(1, 2 * share), sizes.sequences)
@@ -182,9 +180,9 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
 
 
 def proportions(table: Iterable[dict]) -> list[tuple[int, float, float | None]]:
-    """Return, for each number of layers in rows of kind "padding", of one device and size, how far the device's time
-    without padding is from the dense layers' time for all tokens times the share of real ones, where it is furthest;
-    negative where it is sooner. And the same of as many tokens alone, there."""
+    """Return, for each number of layers in rows of kind "padding" of one device and size, how far the time without
+    padding is from the dense layers' time for all tokens times the share of real ones, where it is furthest; and the
+    same of as many tokens alone, there."""
     padded = [row for row in table if row["kind"] == "padding" and row["real"]]
     made = []
     for layers in sorted({row.get("layers", 1) for row in padded}):
@@ -205,8 +203,8 @@ def proportions(table: Iterable[dict]) -> list[tuple[int, float, float | None]]:
 @torch.no_grad()
 def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False) -> list[dict]:
     """Return rows of kind "experts": a mixture of so many in every way that computes it, and one dense layer of all
-    their neurons (`WHOLE`), which a token would go through if nothing chose; compared with the loop over dense layers.
-    crowded: whether all tokens take the same experts, and not those that a random router chooses."""
+    their neurons (`WHOLE`), beside the loop over dense layers. crowded: all tokens take the same experts, and not those
+    that a random router chooses."""
     torch.manual_seed(0)
     like = {"device": sizes.device, "dtype": sizes.dtype}
     layer = ExpertsLayer(sizes.d_model, sizes.expert_d_ff, experts, TOP_K, **like)

@@ -68,8 +68,8 @@ def model(
     """Time a causal language model, dense beside sparse: forwards and steps of decoding with a cache, each with the LM
     head and without it, and steps of training. On a GPU also peak memory, and energy where nvidia-ml-py is installed.
 
-    The model itself stays as it is; copies are swapped. Before any clock starts, results are compared with those of a
-    float32 run; of a model with thresholds (CATS, TEAL, FATReLU) each layer is compared with the dense one.
+    Copies of the model are swapped. Before any clock starts, results are compared with those of a float32 run; of a
+    model with thresholds (CATS, TEAL, FATReLU) each layer is compared with the dense one.
 
     Args:
         model: one of transformers or this project's, dense and in evaluation mode, as `tl.load` gives it; or sizes: a
@@ -81,16 +81,15 @@ def model(
         batches: of the steps of decoding; on a GPU each step is also captured as a CUDA graph. () for no decoding.
         text: token ids, int64 [length], on which neurons fire as they really do; by default random ones. The first half
             is profiled and planned on, the rest is measured.
-        firing: of a drawn model: a profile of another, trained one, or the name of a file with one. Its neurons then
-            fire as often as the profiled ones do, layer by layer at the same relative depth, though independently.
+        firing: of a drawn model: a profile of a trained one, or the name of a file with one, as whose neurons its own
+            then fire, layer by layer at the same relative depth, though independently.
         plan: what the layers do, as for `tl.sparsify`: a Plan, the name of a file with one, a Choice, or the name of a
             path, which all layers take: rows have its error, which of a lossy one is never too large, and of a text the
             loss. By default the layers are planned here, for these numbers of tokens.
         compiled: also time both models under torch.compile. What cannot be compiled is left out; the notes say why.
         graphs: on a GPU, also time forwards of up to 16,384 tokens as CUDA graphs, and a model that is planned for
-            these; of two planned models this one is compiled where it runs as a graph.
-        training: also time a training step on the fewest of `tokens` above 1, dense and on the paths that `--kernels
-            auto` of twell-lab train would choose.
+            these, which is the one that is compiled.
+        training: also time a training step on the fewest of `tokens` above 1, dense and as twell-lab train would.
         cached: tokens of each sequence in a step of decoding, the new one among them; by default 512, or the context.
         seconds: for how long each workload is timed on a CPU, by default 1; on a GPU, for how many seconds the energy
             of each path is read, by default 3; 0 for no energy.
@@ -139,15 +138,11 @@ def model(
 
 class Bench:
     """A causal language model, and swapped copies of it, which are made when rows of them are asked for. Arguments are
-    those of `model`, and
+    those of `model`, and about: what rows call the model, by default the name of its type; left_out: a dict that takes
+    what does not run, and why.
 
-        about: what rows call the model, by default the name of its type.
-        left_out: a dict that takes what does not run, and why.
-
-    Attributes:
-        works: kind, tokens and whether they have the LM head, of all forwards and steps of decoding.
-        sparse: the models that follow plans, by path.
-    """
+    works: kind, tokens and whether they have the LM head, of all forwards and steps of decoding. sparse: the models
+    that follow plans, by path."""
 
     def __init__(
         self, subject: nn.Module | ModelConfig | str, *, about: str = "", left_out: dict | None = None, **how: Any
@@ -161,13 +156,13 @@ class Bench:
             sizes = drawn.sizes_of(subject)
             place = timing.present_device(asked.device)
             make = _drawing(sizes, place, asked.dtype, asked.firing)
-            name = f"{subject} " if isinstance(subject, str) else ""
-            about = about or f"drawn {name}Llama{' firing as profiled' * (asked.firing is not None)}"
+            name = model_name(subject) if isinstance(subject, str) else "drawn Llama"
+            about = about or name + " firing as profiled" * (asked.firing is not None)
             vocabulary, context = sizes.vocabulary, sizes.context
         else:
             dense = _checked(subject, asked)
             make, place = lambda: dense, next(dense.model.parameters()).device
-            about, vocabulary, context = about or type(subject).__name__, dense.vocabulary, dense.context
+            about, (vocabulary, context) = about or type(subject).__name__, dense.sizes
         length = min(context, LONGEST)
         counts = [length] if asked.tokens is None else _counts("tokens", asked.tokens)
         for count in counts:
@@ -183,13 +178,14 @@ class Bench:
         if asked.graphs and not on_gpu:
             self.left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
         self.compiled, self.about = asked.compiled, about
-        self.plans: dict[str, Callable[[], Any]] = {}  # what further models do, by what rows call them
+        plan = Choice(plan) if isinstance(plan, str) and plan in PATHS.names() else plan
+        # What the sparse models do, by what rows call them.
+        self.plans: dict[str, Callable[[], Any]] = {
+            f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED: lambda: plan
+        }
         if plan is None:
-            for name in (PLANNED, FOR_GRAPHS)[: 1 + (asked.graphs and on_gpu)]:
-                self.plans[name] = functools.partial(self.planned, name)
-        else:
-            told = Choice(plan) if isinstance(plan, str) and plan in PATHS.names() else plan
-            self.plans[f"{FORCED}{told}" if isinstance(told, Choice) else PLANNED] = lambda: told
+            names = (PLANNED, FOR_GRAPHS)[: 1 + (asked.graphs and on_gpu)]
+            self.plans = {name: functools.partial(self.planned, name) for name in names}
         self.fewest = min((n for n in (*counts, self.length) if n > 1), default=1)
         self.classes = sorted({*counts, *steps})
         torch.manual_seed(0)

@@ -26,7 +26,6 @@ from ..ops import clock as clocks
 
 DENSE, COMPILED = "dense eager", "dense compiled"  # the paths that every other path is compared with
 BURSTS = 5  # samples of the wall time of a call
-PART_ROUNDS = 10  # samples of a part of a layer, or of a conversion
 BURST_MS = 5.0  # about how long the calls of a burst take, if one call is not longer
 LARGE = 2**14  # for more tokens only one input is captured: the graphs of several would not fit into the memory
 # Calls of a burst at most. The driver's queue holds about a thousand launches, and the host waits once it is full.
@@ -77,7 +76,7 @@ def table(
 ) -> list[dict]:
     """Return a row for each path: the median and spread of its samples, in milliseconds, and how many times as fast
     that is as the dense layer and as the compiled one. A path that was run in another way, as "twell (graph)", is
-    compared with the dense layer that was run in the same way; a part of a layer ("part: pack") with nothing.
+    compared with the dense layer that was run in the same way.
 
     shared: what all rows say. facts: what else the rows of a path say, in whatever way it was run. bursts: times of
     plain calls, for the paths that have them, whose rows get `wall_ms`, `wall_spread`, `wall_samples`, `dense_wall_ms`
@@ -85,7 +84,7 @@ def table(
     medians, lines = {path: clocks.quartiles(values)[0] for path, values in samples.items()}, []
     for path, values in samples.items():
         name = path.partition(" (graph")[0].partition(" (cold")[0]
-        beside = None if base is None or path.startswith("part: ") else base + path[len(name) :]
+        beside = base and base + path[len(name) :]
         dense = medians[beside] if beside else None
         ms, spread = clocks.quartiles(values)
         line = {**shared, "path": path, "ms": ms, "spread": spread, "dense_ms": dense}
@@ -126,7 +125,6 @@ def clocked(
     seconds: float = 2.0,
     *,
     tokens: int = clocks.GRAPH_TOKENS + 1,
-    parts: Calls | None = None,
     graphs: bool = False,
     compiled: bool = False,
     rounds: int | None = None,
@@ -136,28 +134,26 @@ def clocked(
     "NAME (graph)", the call replayed as a CUDA graph, for all calls but the compiled ones.
 
     A CPU has one clock: there for about so many seconds, thirty times at most and five at least, or twice where a turn
-    takes longer than that. tokens: what a call computes; by default too many for graphs. parts: calls that are timed
-    after these, on a GPU PART_ROUNDS times, and never as graphs, nor in bursts. graphs: replay graphs for many tokens
-    too. compiled: of compiled calls too. rounds: samples of each call on the device, and bursts; by default what the
-    clocks take, and BURSTS. most: calls of a burst at most."""
+    takes longer than that. tokens: what a call computes; by default too many for graphs. graphs: replay graphs for many
+    tokens too. compiled: of compiled calls too. rounds: samples of each call on the device, and bursts; by default what
+    the clocks take, and BURSTS. most: calls of a burst at most."""
     if device.type == "cpu":
-        return _clock_cpu(calls | (parts or {}), seconds)
-    samples, bursts = _clock_gpu(calls, parts or {}, rounds, most)
+        return _clock_cpu(calls, seconds)
+    samples, bursts = _clock_gpu(calls, rounds, most)
     if graphs or tokens <= clocks.GRAPH_TOKENS:
         capture = clocks.graphed if tokens <= LARGE else functools.partial(clocks.graphed, inputs=1)
-        replays = {
-            f"{name} (graph)": capture(call) for name, call in calls.items() if compiled or "compiled" not in name
-        }
-        replayed, waited = _clock_gpu(replays, {}, rounds, MOST)
+        captured = {name: call for name, call in calls.items() if compiled or "compiled" not in name}
+        replayed, waited = _clock_gpu(
+            {f"{name} (graph)": capture(call) for name, call in captured.items()}, rounds, MOST
+        )
         samples, bursts = samples | replayed, bursts | waited
     return samples, bursts
 
 
-def _clock_gpu(calls: Calls, parts: Calls, rounds: int | None, most: int) -> tuple[Samples, Bursts]:
+def _clock_gpu(calls: Calls, rounds: int | None, most: int) -> tuple[Samples, Bursts]:
     samples = clocks.time_cuda(calls) if rounds is None else clocks.time_cuda(calls, rounds=rounds)
     count = min(most, max(1, round(BURST_MS / max(clocks.quartiles(taken)[0] for taken in samples.values()))))
-    bursts = clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
-    return samples | (clocks.time_cuda(parts, rounds=PART_ROUNDS, warm=1) if parts else {}), bursts
+    return samples, clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
 
 
 def _clock_cpu(calls: Calls, seconds: float) -> tuple[Samples, Bursts]:
@@ -288,26 +284,3 @@ def compare(
     calls = {path: over(call, inputs) for path, call in {DENSE: layer, **rivals}.items()}
     with torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else nullcontext():
         return timed(shared, calls, facts, **how)
-
-
-# ---- a layer by torch ----
-
-
-def first_projection(gate, up, gate_bias=None, up_bias=None) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of the projection that decides which neurons fire: the gate, or up in a plain layer."""
-    return (up, up_bias) if gate is None else (gate, gate_bias)
-
-
-def dense_hidden(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    keep: Tensor | None = None,
-) -> Tensor:
-    """Return what torch's dense layer hands to its down projection, [tokens, d_ff]; gate None: a plain layer. keep:
-    which neurons fire, boolean [tokens, d_ff]; by default those whose gate is above zero."""
-    first = linear(x, *first_projection(gate, up, gate_bias, up_bias))
-    fired = torch.relu(first) if keep is None else torch.where(keep, first, 0.0)
-    return fired if gate is None else fired * linear(x, up, up_bias)

@@ -1,5 +1,5 @@
-"""The record `training`: forward and backward of one layer, L1 on, on each path beside torch's, and whole steps of a
-model; and `host-time`: what plain calls cost the host.
+"""The record `training`: forward and backward of one gated layer, L1 on, on each path beside torch's, and whole steps of
+a model; and `host-time`: what plain calls cost the host.
 
 Outputs and gradients are compared with float64 before any clock starts: the norm of the error may be at most twice that
 of torch's dense layer. peak_bytes: the most that one call holds beyond what was there before, its output and all
@@ -36,7 +36,6 @@ from .rows import COMPILED, DENSE
 
 L1 = 2e-5  # the penalty is on in every step; its size changes no time
 NAMES = ("y", "dx", "dgate", "dup", "ddown")
-PLAIN = ("y", "dx", "dup", "ddown")  # of a layer without a gate
 MOST = 20  # steps in a burst: a step launches some thirty kernels
 Reader = Callable[[Tensor], Tensor]  # from token ids [sequences, length] to logits
 
@@ -44,9 +43,9 @@ Reader = Callable[[Tensor], Tensor]  # from token ids [sequences, length] to log
 # ---- one step of one layer ----
 
 
-def dense_layer(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+def dense_layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """Return (y, l1) by torch's own operations; l1 is the mean over tokens of sum |h|."""
-    h = rows.dense_hidden(x, gate, up)
+    h = torch.relu(linear(x, gate)) * linear(x, up)
     return linear(h, down), h.abs().sum(dtype=torch.float32) / len(x)
 
 
@@ -66,57 +65,53 @@ def _compiled(path: str):
     return torch.compile(dense_layer if path == "torch" else our_layer(path), fullgraph=True, dynamic=False)
 
 
-def step_of(layer, weights: Sequence[Tensor | None], inputs: list[Tensor], grads: list[Tensor]):
-    """Return a call of one forward and backward pass: turn -> (y, dx, gradients of the weights that are there)."""
+def step_of(layer, weights: Sequence[Tensor], inputs: list[Tensor], grads: list[Tensor]):
+    """Return a call of one forward and backward pass: turn -> (y, dx, gradients of the weights)."""
     l1 = torch.full((), L1, device=inputs[0].device)
-    asked = [w for w in weights if w is not None]
 
     def call(turn: int) -> list[Tensor]:
         x = inputs[turn % len(inputs)]
         y, norm = layer(x, *weights)
-        return [y, *torch.autograd.grad([y, norm], [x, *asked], [grads[turn % len(grads)], l1])]
+        return [y, *torch.autograd.grad([y, norm], [x, *weights], [grads[turn % len(grads)], l1])]
 
     return call
 
 
-def exact(weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
-    """Return y and the gradients of x and of the weights that are there, in float64. Which neurons fire is taken from
-    the gate as torch rounds it: another order of summing changes that only where a value is nearly zero. TOKENS tokens
-    are computed at a time, since float64 needs four times the memory."""
-    wide = [None if w is None else w.detach().double().requires_grad_() for w in weights]
-    keep, ys, dxs = linear(x, *rows.first_projection(*weights[:2])) > 0, [], []
+def exact(weights: Sequence[Tensor], x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
+    """Return y and the gradients of x and of the weights, in float64. Which neurons fire is taken from the gate as
+    torch rounds it: another order of summing changes that only where a value is nearly zero. TOKENS tokens are computed
+    at a time, since float64 needs four times the memory."""
+    gate, up, down = wide = [w.detach().double().requires_grad_() for w in weights]
+    keep, ys, dxs = linear(x, weights[0]) > 0, [], []
     for part, some, grad in zip(*(t.split(TOKENS) for t in (x, keep, dy)), strict=True):
         part = part.detach().double().requires_grad_()
-        h = rows.dense_hidden(part, *wide[:2], keep=some)
-        y = linear(h, wide[2])
+        h = torch.where(some, linear(part, gate), 0.0) * linear(part, up)
+        y = linear(h, down)
         torch.autograd.backward([y, l1 / len(x) * h.abs().sum()], [grad.double(), None])
         ys.append(y.detach())
         dxs.append(part.grad)
-    return [torch.cat(ys), torch.cat(dxs), *(w.grad for w in wide if w is not None)]
+    return [torch.cat(ys), torch.cat(dxs), *(w.grad for w in wide)]
 
 
-def checked(
-    calls: rows.Calls, weights: Sequence[Tensor | None], x: Tensor, dy: Tensor, l1: float = L1
-) -> dict[str, float]:
+def checked(calls: rows.Calls, weights: Sequence[Tensor], x: Tensor, dy: Tensor, l1: float = L1) -> dict[str, float]:
     """Return for each call of a step but the dense one the largest ratio, for y and all gradients, of the norm of its
     error to twice that of torch's dense layer. Raises WrongResult for a ratio above 1."""
     right, dense, ratios = exact(weights, x.detach(), dy, l1), calls[DENSE](0), dict[str, float]()
-    names = NAMES if len(right) == len(NAMES) else PLAIN
     for path in [path for path in calls if path != DENSE]:
-        for name, a, b, e in zip(names, calls[path](0), dense, right, strict=True):
+        for name, a, b, e in zip(NAMES, calls[path](0), dense, right, strict=True):
             with torch.no_grad():
                 ratio = (a.double() - e).norm() / (2 * (b.double() - e).norm() + 1e-12 * e.norm())
             ratios[path] = max(ratios.get(path, 0.0), rows.hold(f"{path}: {name}", float(ratio)))
     return ratios
 
 
-def planned(fired: Tensor, first: Tensor, gated: bool) -> str:
+def planned(fired: Tensor, gate: Tensor) -> str:
     """Return the path that `switching` chooses for a layer in which so many neurons fire at each token: what "planned"
-    means in these rows. fired: [tokens]; first: the weight [d_ff, d_model] that decides it."""
-    d_ff, d_model = first.shape
+    means in these rows. fired: [tokens]; gate: [d_ff, d_model]."""
+    d_ff, d_model = gate.shape
     nnz = fired.float().mean()
-    spent = switching.cost(LayerTerm("", nnz, nnz, None, *light_and_heavy(fired, d_ff)), first)
-    limit = switching.break_even(forward.rates_here(), d_model, d_ff, gated)
+    spent = switching.cost(LayerTerm("", nnz, nnz, None, *light_and_heavy(fired, d_ff)), gate)
+    limit = switching.break_even(forward.rates_here(), d_model, d_ff, True)
     return SPARSE if spent < limit else LEARNS_DENSE
 
 
@@ -125,15 +120,14 @@ def step_rows(case: Case) -> list[dict]:
     if case.graphs:  # these cases have many shapes, and a function is compiled for eight at most
         torch._dynamo.reset()
     layer, inputs, _ = case.draw()
-    drawn = (getattr(layer, "gate_proj", None), layer.up_proj, layer.down_proj)
-    weights = [None if part is None else part.weight.detach().requires_grad_() for part in drawn]
+    drawn = layer.gate_proj, layer.up_proj, layer.down_proj
+    weights = [part.weight.detach().requires_grad_() for part in drawn]
     inputs = [x.detach().requires_grad_() for x in inputs]
     generator = torch.Generator(inputs[0].device).manual_seed(7)
     grads = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in inputs]
-    first, _ = rows.first_projection(*weights[:2])
-    shared = rows.describe("training", inputs, first, case.name) | {"gated": case.gated}
+    shared = rows.describe("training", inputs, weights[0], case.name) | {"gated": True}
     with torch.no_grad():
-        path = planned((linear(inputs[0], first) > 0).sum(1), first, case.gated)
+        path = planned((linear(inputs[0], weights[0]) > 0).sum(1), weights[0])
     layers = {
         DENSE: dense_layer,
         COMPILED: _compiled("torch"),

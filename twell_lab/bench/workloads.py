@@ -65,25 +65,37 @@ class Causal:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.ours = model, isinstance(model, LanguageModel)
         if not self.ours:
-            _check_causal(model)
+            embedded = getattr(model, "get_output_embeddings", None)
+            speaks = callable(embedded) and embedded() is not None and getattr(model, "can_generate", lambda: False)()
+            encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+            accepted = (
+                "one of transformers with its LM head, or a LanguageModel of this project, as tl.load gives both; "
+            )
+            accepted += "tl.bench.layer takes a feed-forward layer"
+            need(speaks and not encodes, f"{type(model).__name__} is no causal language model", accepted)
 
     @property
-    def vocabulary(self) -> int:
-        """Return how many token numbers there are."""
-        return self.model.config.vocabulary if self.ours else self.model.get_input_embeddings().weight.shape[0]
-
-    @property
-    def context(self) -> int:
-        """Return the most tokens of an input, as far as the configuration says."""
+    def sizes(self) -> tuple[int, int]:
+        """Return how many token numbers there are, and the most tokens of an input, so far as the model says."""
         config = self.model.config
-        return config.context if self.ours else getattr(config, "max_position_embeddings", None) or 2048
+        if self.ours:
+            return config.vocabulary, config.context
+        context = getattr(config, "max_position_embeddings", None) or 2048
+        return self.model.get_input_embeddings().weight.shape[0], context
 
     def reader(self, head: bool = True, *, compiled: bool = False) -> Called:
         """Return a call: ids [batch, tokens] -> logits [batch, tokens, vocabulary], or without the head what that would
         take, [batch, tokens, d_model]. Given a Kept too, ids [batch, 1] are the tokens after it."""
         compile_ = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda call: call
         if self.ours:
-            return compile_(lambda ids, kept=None: _through(self.model, ids, head, kept))
+            ours = self.model
+
+            def through(ids: Tensor, kept: Kept | None = None) -> Tensor:
+                earlier = (slice(ids.shape[1]),) if kept is None else (kept.places, kept, kept.mask)
+                x = ours.read(ids, *earlier)
+                return ours.head(x) if head else x
+
+            return compile_(through)
         model = self.model if head else self.model.base_model
         body, cache = compile_(model), cache_name(model)
 
@@ -104,26 +116,12 @@ class Causal:
         return kept.decode()
 
 
-def _check_causal(model: nn.Module) -> None:
-    embedded = getattr(model, "get_output_embeddings", None)
-    speaks = callable(embedded) and embedded() is not None and getattr(model, "can_generate", lambda: False)()
-    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    accepted = "one of transformers with its LM head, or a LanguageModel of this project, as tl.load gives both; "
-    accepted += "tl.bench.layer takes a feed-forward layer"
-    need(speaks and not encodes, f"{type(model).__name__} is no causal language model", accepted)
-
-
-def _through(model: LanguageModel, ids: Tensor, head: bool, kept: Kept | None = None) -> Tensor:
-    x = model.read(ids, slice(ids.shape[1])) if kept is None else model.read(ids, kept.places, kept, kept.mask)
-    return model.head(x) if head else x
-
-
 # ---- what is run ----
 
 
 class Tokens:
-    """Where the inputs come from: token ids of a text, [length], or None for random ones. Of a text, the first quarter
-    is profiled, the second is what plans are timed on, and the rest is what is measured."""
+    """Where the inputs come from: token ids of a text, [length], or random ones. Of a text, the first quarter is
+    profiled, the second is what plans are timed on, and the rest is what is measured."""
 
     PROFILED, PLANNED_ON, MEASURED = (0.0, 0.25), (0.25, 0.5), (0.5, 1.0)
 
@@ -131,8 +129,7 @@ class Tokens:
         self.vocabulary, self.device, self.text = vocabulary, device, text
 
     def windows(self, part: tuple[float, float], count: int, length: int) -> Tensor:
-        """Return int64 [count, length]. Of a text windows are spread evenly over the part; they overlap where it is
-        short."""
+        """Return int64 [count, length]; of a text spread evenly over the part, overlapping where it is short."""
         if self.text is None:
             return torch.randint(0, self.vocabulary, (count, length), device=self.device)
         here = self.text[int(part[0] * len(self.text)) : int(part[1] * len(self.text))].to(self.device)
@@ -147,11 +144,9 @@ class Tokens:
 
 @dataclass
 class Workload:
-    """Something that a model computes, again and again.
-
-    kind, tokens, label, head: what rows say of it; `says` what else they do. inputs: what the model is given, in turn.
-    few: computes the same on a few of the inputs, to be compared; right: what it gives of the model in float32. read:
-    token ids [sequences, length] of a text, whose loss the first results have; or None."""
+    """Something that a model computes. kind, tokens, label, head: what rows say of it; `says` what else they do.
+    inputs: what the model is given, in turn. few: computes the same on a few of them, to be compared; right: what it
+    gives of the model in float32. read: token ids [sequences, length] of a text, whose loss the first results have."""
 
     kind: str
     tokens: int
@@ -180,9 +175,9 @@ def forward(tokens: Tokens, sequences: int, length: int, head: bool = True) -> W
 
 @torch.no_grad()
 def decode(tokens: Tokens, dense: Causal, batch: int, cached: int, head: bool = True) -> Workload:
-    """Return a step of decoding, with the head or without it: the last of `cached` tokens of each of `batch` sequences,
-    with the others in a static cache, which all models share. Its `few` raises an InputError where a model gives
-    something else with such a cache than without."""
+    """Return a step of decoding: the last of `cached` tokens of each of `batch` sequences, with the others in a static
+    cache, which all models share. Its `few` raises InputError where a model gives something else with such a cache than
+    without."""
     ids = tokens.windows(tokens.MEASURED, batch, cached)
     kept = dense.keep(ids[:, :-1])
 
@@ -194,7 +189,7 @@ def decode(tokens: Tokens, dense: Causal, batch: int, cached: int, head: bool = 
         what = (
             f"a step of {type(model.model).__name__} with a static cache gives something else than its whole sequence"
         )
-        rows.need(off <= 1e-2 * whole.norm(), what, "a model whose layers keep all tokens")
+        need(off <= 1e-2 * whole.norm(), what, "a model whose layers keep all tokens")
         return step(some[:, -1:], kept.part(slice(_CHECKED), dtype))
 
     inputs, label = [(ids[:, -1:], kept)], f"decode step, batch {batch}"
@@ -205,7 +200,7 @@ def decode(tokens: Tokens, dense: Causal, batch: int, cached: int, head: bool = 
 
 
 def compared_part(result: Tensor) -> Tensor:
-    """Return the part of a result [batch, tokens, n] that is compared, float32: some tokens of a few sequences."""
+    """Return what is compared of a result [batch, tokens, n], float32: some tokens of a few sequences."""
     places = torch.linspace(0, result.shape[1] - 1, min(PLACES, result.shape[1]), device=result.device).long()
     return result[:_CHECKED, places].float()
 
@@ -221,9 +216,8 @@ Inputs = dict[str, Tensor]  # what enters a model's layers, [n, d_model] by name
 
 @torch.no_grad()
 def layer_errors(layers: list[FeedForward], model: nn.Module, inputs: Inputs, tokens: int) -> list[tuple[float, float]]:
-    """Compare the output of each swapped layer of `model` with the dense one's, for so many tokens at a time; of those
-    that can be called by themselves. Return for each the norm of the difference as a share of the dense one's norm, and
-    how far the factor between both, by least squares, is from 1. layers: of the dense model."""
+    """Return `output_errors` of each swapped layer of `model` that can be called by itself, for so many tokens at a
+    time. layers: of the dense model."""
     errors = []
     for dense, sparse in zip(layers, feed_forwards(model), strict=True):
         if isinstance(sparse.module, SparseFFN) and sparse.module.registered:
@@ -234,8 +228,8 @@ def layer_errors(layers: list[FeedForward], model: nn.Module, inputs: Inputs, to
 
 
 def output_errors(y: Tensor, right: Tensor) -> tuple[float, float]:
-    """Return the norm of the difference as a share of the right one's norm, and how far the factor between both is
-    from 1."""
+    """Return the norm of the difference as a share of the right one's norm, and how far the factor between both, by
+    least squares, is from 1."""
     y, right = y.double(), right.double()
     norm = right.norm().clamp(min=1e-30)
     return float((y - right).norm() / norm), abs(float((y * right).sum() / norm**2) - 1)
@@ -279,9 +273,9 @@ def meter(device: torch.device) -> tuple[Meter | None, str]:
 def energy_facts(
     read: Meter, calls: Mapping[str, Callable], wait: Callable[[], object], samples: int, tokens: int
 ) -> dict[str, dict]:
-    """Return what the row of each call says of its energy: median, spread and samples of millijoules a token, of calls
-    that compute so many. Calls take turns, there and back, each after half a second of its own: a GPU that grows warmer
-    takes more for the same work. {} where the counter stands still. wait: returns once the device has finished."""
+    """Return what the row of each call says of its energy: median, spread and samples of millijoules a token; {} where
+    the counter stands still. Calls take turns, there and back: a GPU that grows warmer takes more for the same work.
+    wait: returns once the device has finished. tokens: that a call computes."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(samples):
         for name in list(calls)[:: -1 if turn % 2 else 1]:
@@ -324,11 +318,9 @@ def millijoules(read: Meter, call: Callable[[int], object], wait: Callable[[], o
 
 
 class Clocks:
-    """How calls of a whole model are timed, and what else is read of them.
-
-    device: they run on. seconds: on a CPU, how long all calls of a workload are timed; on a GPU, for how many seconds
-    the energy of each is read; 0 for no energy. graphs: replay CUDA graphs for up to rows.LARGE tokens; without it for
-    few tokens alone. With more, a call takes so long that a graph gains nothing."""
+    """How calls of a whole model are timed, and what else is read of them. seconds: on a CPU, how long all calls of a
+    workload are timed; on a GPU, for how many seconds the energy of each is read; 0 for no energy. graphs: replay CUDA
+    graphs for up to rows.LARGE tokens, beyond which a graph gains nothing; without it for few tokens alone."""
 
     def __init__(self, device: torch.device, seconds: float, *, graphs: bool = False) -> None:
         self.device, self.seconds, self.graphs = device, seconds, graphs
@@ -351,8 +343,8 @@ class Clocks:
         return clocked()
 
     def spent(self, paths: list[str], calls: Calls, tokens: int) -> dict[str, dict]:
-        """Return what the row of each path says of its energy; tokens: those that a call computes. Plain calls wait for
-        the host, and so does their energy: it is read of graphs, where there are any."""
+        """Return what the row of each path says of its energy. Plain calls wait for the host, and so does their energy:
+        it is read of graphs, where there are any."""
         if not self.seconds or self.meter is None:
             return {}
         timed = {}
@@ -362,15 +354,9 @@ class Clocks:
         return energy_facts(self.meter, timed, rows.drain, max(1, round(self.seconds)), tokens)
 
     def measure(
-        self,
-        calls: Calls,
-        shared: dict,
-        facts: dict[str, dict],
-        label: str,
-        left_out: dict[str, str],
-        captured: bool = True,
+        self, calls: Calls, shared: dict, facts: dict, label: str, left_out: dict[str, str], captured: bool = True
     ) -> list[dict]:
-        """Time the calls; returns their rows. shared: what all say; captured and left_out: as for `time`."""
+        """Time the calls; returns their rows. shared: what all say; the others: as for `time`."""
         tokens, decodes = shared["tokens"], shared["kind"] == "model_decode"
         samples, bursts = self.time(calls, tokens, label, left_out, captured)
         table = rows.table(shared, samples, facts, bursts)

@@ -6,8 +6,8 @@
 Dropout at one half already sets half of the activations to zero, in places that no hardware skips; in 2:4 places tensor
 cores from sm_80 on skip them in y = h Wd^T. The pattern is new in each step, so h has to be compressed in each step
 too, which on an H100 took longer than the product gained. Every value is kept with probability 1/2, as by Bernoulli
-dropout (Srivastava et al., JMLR 2014), but of four exactly two are: so for a sum over four terms s = w_i h_i the variance is
-4/3 sum s_i^2 - 1/3 (sum s_i)^2 and not sum s_i^2, which is the same on average where signs are independent."""
+dropout (Srivastava et al., JMLR 2014), but of four exactly two are: so for a sum over four terms s = w_i h_i the
+variance is 4/3 sum s_i^2 - 1/3 (sum s_i)^2 and not sum s_i^2, the same on average where signs are independent."""
 
 from __future__ import annotations
 

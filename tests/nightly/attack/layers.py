@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from twell_lab.bench.rows import dense_hidden, first_projection
 from twell_lab.cuda import launch
 from twell_lab.formats.twell import TILE, WORDS
 from twell_lab.layers.choice import Choice, one_of_each
@@ -160,6 +159,26 @@ def _strided(t: Tensor, r: random.Random) -> Tensor:
 # ---- the paths ----
 
 Path = Callable[[Layer, Tensor], Tensor]  # computes a layer on an x like its own
+
+
+def first_projection(gate, up, gate_bias=None, up_bias=None) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of the projection that decides which neurons fire: the gate, or up in a plain layer."""
+    return (up, up_bias) if gate is None else (gate, gate_bias)
+
+
+def dense_hidden(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """Return what torch's dense layer hands to its down projection, [tokens, d_ff]; gate None: a plain layer. keep:
+    which neurons fire, boolean [tokens, d_ff]; by default those whose gate is above zero."""
+    first = linear(x, *first_projection(gate, up, gate_bias, up_bias))
+    fired = torch.relu(first) if keep is None else torch.where(keep, first, 0.0)
+    return fired if gate is None else fired * linear(x, up, up_bias)
 
 
 def _dense_step(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
