@@ -1,8 +1,7 @@
 """Records: JSON files that say where, when and with which software something was measured, and what was measured.
 
-`data/records` holds those of the project. A record holds a hash of each kernel that ran for it (`kernel_hashes`) and is
-stale when one of them is no longer the present one. `verify()` fails for a kernel whose present hash is not in the
-newest report of the GPU tests, unless `UNVERIFIED.json` names the kernel with that hash and says why."""
+`data/records` holds those of the project. A record holds a hash of each kernel that ran for it, and is stale when one
+of them is no longer the present one. `verify()` wants each kernel as it is to be in a report of the GPU tests."""
 
 from __future__ import annotations
 
@@ -27,10 +26,8 @@ from .core import WHOLE, RecordError, read_json, write_atomically
 SCHEMA = 2
 UNVERIFIED = "UNVERIFIED.json"
 TOLD = "H100"  # in the name of the GPU that pages and figures tell of where they tell of one
-FLAT_KEYS = tuple(
-    "record kind device dtype tokens d_model d_ff nnz workload path ms dense_ms x_dense spread wall_ms dense_wall_ms "
-    "host_us date commit stale".split()
-)
+_FLAT = "record kind device dtype tokens d_model d_ff nnz workload path ms dense_ms x_dense spread wall_ms "
+FLAT_KEYS = tuple((_FLAT + "dense_wall_ms host_us date commit stale").split())
 # What is printed of a measurement, and its heading.
 COLUMNS = {key: key for key in "device dtype tokens d_model d_ff nnz path ms spread x_dense wall_ms".split()}
 COLUMNS |= {"nnz": "mean nnz", "x_dense": "x dense", "wall_ms": "wall ms"}
@@ -72,18 +69,12 @@ class Record:
 
     @classmethod
     def new(
-        cls,
-        name: str,
-        purpose: str,
-        rows: list[dict],
-        notes: dict | None = None,
-        *,
-        kernels: Iterable[str] | None = None,
+        cls, name: str, purpose: str, rows: list[dict], notes=None, *, kernels: Iterable[str] | None = None
     ) -> Record:
         """Return a record of what was just measured on this machine, with date, commit, hashes and machine filled in.
+        RecordError where the sources of a kernel are missing, too.
 
-        kernels: names of those that ran in other processes; by default those that this process has loaded. Raises
-        RecordError, also where the sources of a kernel are missing."""
+        notes: a dict. kernels: names of those that ran elsewhere; by default those that this process has loaded."""
         from .cuda import launch
 
         ran = launch.loaded() if kernels is None else set(kernels)
@@ -92,7 +83,7 @@ class Record:
         return cls(name, purpose, rows, date, *source_commit(), _machine(), notes or {}, hashes)
 
     def to_json(self) -> str:
-        """Return the record as JSON text. Raises RecordError for a value that JSON cannot hold, such as NaN."""
+        """Return the record as JSON text. RecordError for a value that JSON cannot hold, such as NaN."""
         try:
             data = {**vars(self)}
             data["rows"] = data.pop("rows")  # the longest comes last
@@ -102,10 +93,9 @@ class Record:
             raise RecordError(f"record {self.name!r} is no JSON: {error}; rows and notes take {accepted}") from None
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write `name-date.json` into a folder, whole or not at all, and return its path; replace no other record.
-
-        folder: by default data/records of this checkout or, of an installed package, the working folder. RecordError
-        for one that cannot be written."""
+        """Write `name-date.json` into a folder, whole or not at all, and return its path; replace no other record. By
+        default into data/records of this checkout or, of an installed package, into the working folder. RecordError for
+        one that cannot be written."""
         target = self.free_path(core.new_records_dir() if folder is None else Path(folder))
         write_atomically(target, self.to_json())
         return target
@@ -118,8 +108,6 @@ class Record:
 
 
 def _check(record: Record) -> None:
-    """Raise RecordError that names the first field that readers rely on and that has a value they could not take."""
-
     def check(where: str, value: object, holds: bool, accepted: str) -> None:
         if not holds:
             raise RecordError(f"record {record.name!r}: {where} is {value!r:.120}; accepted: {accepted}")
@@ -152,8 +140,7 @@ _machine = cache(core.describe_machine)  # it asks nvidia-smi
 def kernel_hashes() -> dict[str, str]:
     """Return the hash of every kernel as it is now, by name: a SHA-256 over its `.cu` with its headers, without
     comments, and over the syntax tree of the file of ops/ that declares and launches it, without docstrings.
-
-    Raises RecordError for a source of kernels/ that no file of ops/ declares."""
+    RecordError for a source of kernels/ that no file of ops/ declares."""
     from .cuda.compile import with_headers
 
     hashes = {}
@@ -210,10 +197,9 @@ def source_commit() -> tuple[str | None, bool | None]:
 
 def load(path: str | Path) -> Record:
     """Read one record. RecordError names the file, and the field that is missing, unknown or not as it may be."""
-    path = Path(path)
+    path, names = Path(path), [entry.name for entry in fields(Record)]
     data = _read_object(path)
     data.pop("kernel_hash", None)  # of before a record had a hash of each kernel
-    names = [entry.name for entry in fields(Record)]
     try:
         if wrong := sorted({*names} ^ data.keys()):
             raise RecordError(f"{wrong[0]} is missing, or unknown; a record has {', '.join(names)}")
@@ -224,8 +210,7 @@ def load(path: str | Path) -> Record:
 
 def load_all(folder: str | Path | None = None) -> list[Record]:
     """Return every record of a folder, by default the project's, oldest first; none of a folder that does not exist.
-
-    Raises RecordError as `load` does."""
+    RecordError as of `load`."""
     folder = core.records_dir() if folder is None else Path(folder)
     if not folder.is_dir():
         return []
@@ -240,8 +225,8 @@ def told(records: Iterable[Record], name: str, gpu: str = TOLD) -> list[Record]:
 
 
 def newest(records: Iterable[Record], name: str, gpu: str = TOLD) -> Record | None:
-    """Return the newest of these records, oldest first, that `told` picks: one of another GPU changes no page that
-    tells of one. None where there is none."""
+    """Return the newest of these records, oldest first, that `told` picks, or None: one of another GPU changes no page
+    that tells of one."""
     return (told(records, name, gpu) or [None])[-1]
 
 
@@ -264,9 +249,8 @@ def table(rows: list[dict], columns: dict[str, str]) -> str:
     wider than WIDTH says once, above the table, what all rows have in common; then headings and the widest text wrap.
 
     columns: the headings, in their order, by the key in a row; one that no row has is left out."""
-    cells = {
-        key: [_shown(row.get(key)) for row in rows] for key in columns if any(row.get(key) is not None for row in rows)
-    }
+    said = [key for key in columns if any(row.get(key) is not None for row in rows)]
+    cells = {key: [_shown(row.get(key)) for row in rows] for key in said}
     numeric = {key for key in cells if any(isinstance(row.get(key), (int, float)) for row in rows)}
     widths = {key: max(map(len, [columns[key], *cells[key]])) for key in cells}
 
@@ -315,13 +299,12 @@ def stale(record: Record) -> bool:
 def verify(folder: str | Path | None = None) -> str:
     """Check that each kernel as it is was tested on a GPU, or is named as not tested yet; return a sentence on that.
 
-    The newest record of the folder, by default the project's, with `gpu_tests` in its notes must report no failure. The
-    present hash of each kernel must be in that record, or in `UNVERIFIED.json` beside it: {"kernels": {name: present
-    hash, ...}, "why": a reason, "date": ...}. Otherwise RecordError says what is wrong."""
+    The newest record of the folder, by default the project's, with `gpu_tests` in its notes must report no failure, and
+    hold the present hash of each kernel that is not in `UNVERIFIED.json` beside it: {"kernels": {name: present hash,
+    ...}, "why": a reason}. Otherwise RecordError says what is wrong."""
     folder, now = Path(folder or core.records_dir()), kernel_hashes()
-    report = next((record for record in reversed(load_all(folder)) if "gpu_tests" in record.notes), None)
     tested, when = set[str](), "there is no GPU test report"
-    if report is not None:
+    for report in [record for record in load_all(folder) if "gpu_tests" in record.notes][-1:]:
         tested, when = set(report.kernels.values()), f"tested on a GPU on {report.date}"
         tests = report.notes["gpu_tests"]
         passed, failed = (tests.get(key) if isinstance(tests, dict) else None for key in ("passed", "failed"))

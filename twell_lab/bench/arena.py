@@ -1,9 +1,9 @@
 """The arena: this project's kernels beside what others published, on one card, by one judge.
 
-`twell-lab record arena --rivals FOLDER` takes others' code from files FOLDER/NAME.py that you write. Such a file has the
-texts `repository` and `commit`, which its rows say, and a function `layer(given)`. That gets a Layer, and returns a
-function of x [tokens, d_model] that computes the layer's output, or None where the method is not for such a layer. It
-is called once for each layer, before any clock starts: what it makes of the weights is not timed.
+`twell-lab record arena --rivals FOLDER` takes others' code from files FOLDER/NAME.py that you write: with the texts
+`repository` and `commit`, which its rows say, and a function `layer(given)`. That gets a Layer, and returns a function
+of x [tokens, d_model] that computes the layer's output, or None where the method is not for such a layer. It is called
+once for each layer, before any clock starts: what it makes of the weights is not timed.
 
 Every result is compared with float64 first. A rival that is wrong, raises or can't be captured as a CUDA graph is not
 timed, and the record says why. A call goes through several layers, whose weights are more than an L2 cache holds; rows

@@ -29,7 +29,7 @@ _SURE = 8  # sequences from which not all can have parted at the first token by 
 
 
 PROMPT, NEW = 128, 128  # tokens of a prompt, and tokens that are decoded
-BATCHES = (1, 16, 64)
+BATCHES = (1, 16)
 ROUNDS = 3
 
 

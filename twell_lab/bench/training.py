@@ -1,5 +1,5 @@
-"""The record `training`: forward and backward of one gated layer, L1 on, on each path beside torch's, and whole steps of
-a model; and `host-time`: what plain calls cost the host.
+"""The record `training`: forward and backward of a gated layer, L1 on, on each path beside torch's, and whole steps of a
+model; and `host-time`: what plain calls cost the host.
 
 Outputs and gradients are compared with float64 before any clock starts: the norm of the error may be at most twice that
 of torch's dense layer. peak_bytes: the most that one call holds beyond what was there before, its output and all
