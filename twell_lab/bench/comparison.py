@@ -210,9 +210,9 @@ def beside(
     nonzero = int((a != 0).sum())
     shared = rows.of_layer(kind, dense, a.shape[1], workload)
     shared |= {"nnz": round(nonzero / len(a), 2), "density": nonzero / a.numel()}
-    made = rows.measured(shared, calls, seconds, facts)
+    made = rows.measured(shared, calls, facts, seconds)
     parts = {f"part: {way.name}, conversion": rows.over(way.convert, [a]) for way in methods if way.name in calls}
-    return made + (rows.measured(shared, parts, seconds, base=None, rounds=10) if parts and conversions else [])
+    return made + (rows.measured(shared, parts, None, seconds, base=None, rounds=10) if parts and conversions else [])
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def zeros_rows(count: int, columns: int, width: int, device: str, dtype: torch.d
     full, empty = (scattered(count, columns, per_row, dtype=dtype, device=device) for per_row in (columns, 0))
     calls: rows.Calls = {"random": lambda turn: full @ b, "zeros": lambda turn: empty @ b}
     shared = rows.of_layer("matmul_data", full @ b, columns, "")
-    made = rows.measured(shared, calls, seconds, base=None)
+    made = rows.measured(shared, calls, None, seconds, base=None)
     return [row | {"workload": row["path"], "path": "dense"} for row in made]
 
 

@@ -235,7 +235,7 @@ def cut_rows(trained: Calibrated, method: str, sparsity: float) -> list[dict]:
     shared = rows.about("thresholds", next(plain.parameters()), label, **sizes)
     calls: rows.Calls = {name: work.makes(model) for name, model in causal.items()}
     facts = {CUT: says, path: says | {"layer_over_allowed": worst}}
-    return rows.measured(shared, calls, 1.0, facts, tokens=1, rounds=15)
+    return rows.measured(shared, calls, facts, 1.0, tokens=1, rounds=15)
 
 
 def thresholds(left_out: dict | None = None, config: TrainConfig = CUT_MODEL) -> rows.Sections:

@@ -140,7 +140,7 @@ def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
         calls = {rows.DENSE if name == DENSE else name: rows.over(call, [some]) for name, call in there.items()}
         facts = {GROUPED: {"error": output_error(methods[GROUPED](some), y)}}
         said = rows.describe("map", [some], layer.gate_proj.weight, f"drawn gated layer, {share:.2%} fire")
-        made += rows.measured(said | {"share": share}, calls, sizes.seconds, facts, rounds=10)
+        made += rows.measured(said | {"share": share}, calls, facts, sizes.seconds, rounds=10)
     return made
 
 
@@ -176,7 +176,7 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
     calls[ALONE] = rows.over(stack, [padding.gather(x) for x in xs])
     workload = f"{layers} layer{'s' * (layers > 1)}, {share:.0%} of the tokens real"
     shared = rows.of_layer("padding", inputs[0], sizes.d_ff, workload) | {"real": int(real.sum()), "layers": layers}
-    return rows.measured(shared, calls, sizes.seconds)
+    return rows.measured(shared, calls, seconds=sizes.seconds)
 
 
 def proportions(table: Iterable[dict]) -> list[tuple[int, float, float | None]]:
@@ -237,7 +237,7 @@ def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False)
     calls[WHOLE] = rows.over(whole, xs)
     shared = rows.of_layer("experts", xs[0], sizes.expert_d_ff, f"{experts} experts, {TOP_K} a token")
     shared |= {"experts": experts, "density": TOP_K / experts}
-    return rows.measured(shared, calls, sizes.seconds)
+    return rows.measured(shared, calls, seconds=sizes.seconds)
 
 
 def sections(left_out: dict | None = None, sizes: Sizes | None = None) -> rows.Sections:

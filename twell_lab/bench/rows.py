@@ -168,27 +168,30 @@ def _clock_cpu(calls: Calls, seconds: float) -> tuple[Samples, Bursts]:
 
 
 def measured(
-    shared: dict, calls: Calls, seconds: float = 2.0, facts: dict[str, dict] | None = None, base=DENSE, **how
+    shared: dict,
+    calls: Calls,
+    facts: dict[str, dict] | None = None,
+    seconds: float = 2.0,
+    *,
+    base: str | None = DENSE,
+    cold: bool = False,
+    **how,
 ) -> list[dict]:
     """Return the rows of `table` of these calls, timed as `clocked` does on the device that `shared` names; on a GPU
-    with the peak memory of a plain call."""
+    with the peak memory of a plain call. cold: on a CPU time warm calls for half of the seconds, and calls that find
+    nothing in the caches ("NAME (cold)")."""
     on_gpu = shared["device"] != "CPU"
-    samples, bursts = clocked(calls, torch.device("cuda" if on_gpu else "cpu"), seconds, **how)
+    if cold and not on_gpu:
+        samples = clocks.time_cpu(calls, seconds / 2)
+        samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
+        bursts = {path: (ms, ms) for path, ms in samples.items()}  # a CPU has one clock
+    else:
+        samples, bursts = clocked(calls, torch.device("cuda" if on_gpu else "cpu"), seconds, **how)
     made = table(shared, samples, facts, bursts, base)
     for row in made if on_gpu else ():
         if (call := calls.get(row["path"])) is not None:
             row["peak_bytes"] = clocks.peak_bytes(call)
     return made
-
-
-def timed(shared: dict, calls: Calls, facts: dict[str, dict], *, seconds: float = 2.0, **how) -> list[dict]:
-    """Return the rows of `measured` for so many tokens as `shared` says; on a CPU, for about so many `seconds`, times
-    of warm calls and of calls that find nothing in the caches ("NAME (cold)")."""
-    if shared["device"] != "CPU":
-        return measured(shared, calls, seconds, facts, tokens=shared["tokens"], **how)
-    samples = clocks.time_cpu(calls, seconds / 2)
-    samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
-    return table(shared, samples, facts, {path: (ms, ms) for path, ms in samples.items()})  # a CPU has one clock
 
 
 def need(holds: object, what: str, accepted: str) -> None:
@@ -275,12 +278,12 @@ def compare(
     and for the dense layer the path DENSE.
 
     rivals: what computes the same as the layer, by path. inputs: [tokens, d_model] each. label: the name of the
-    workload. facts: what else the rows of a path say. every_row, and the errors: as for `check`. how: as for `timed`.
-    """
+    workload. facts: what else the rows of a path say. every_row, and the errors: as for `check`. how: as for
+    `measured`."""
     found = feed_forwards(layer)[0]
     errors = {path: round(check(layer, call, inputs, every_row=every_row), 4) for path, call in rivals.items()}
     facts = {path: {"error_over_allowed": error, **(facts or {}).get(path, {})} for path, error in errors.items()}
     shared = describe(kind, inputs, found.pattern.weight, label, found.pattern.bias) | {"gated": found.gate is not None}
     calls = {path: over(call, inputs) for path, call in {DENSE: layer, **rivals}.items()}
     with torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else nullcontext():
-        return timed(shared, calls, facts, **how)
+        return measured(shared, calls, facts, cold=True, tokens=len(inputs[0]), **how)

@@ -1,5 +1,5 @@
-"""The record `training`: forward and backward of a gated layer, L1 on, on each path beside torch's, and whole steps of a
-model; and `host-time`: what plain calls cost the host.
+"""The record `training`: forward and backward of a gated layer, L1 on, on each path beside torch's, and whole steps of
+a model; and `host-time`: what plain calls cost the host.
 
 Outputs and gradients are compared with float64 before any clock starts: the norm of the error may be at most twice that
 of torch's dense layer. peak_bytes: the most that one call holds beyond what was there before, its output and all
@@ -141,7 +141,8 @@ def step_rows(case: Case) -> list[dict]:
     for name in ("planned", "planned compiled"):
         facts[name]["choice"] = path
     rounds = 20 if case.tokens <= TOKENS else 8
-    return rows.timed(shared, calls, facts, graphs=case.graphs, rounds=rounds, most=MOST)
+    how = {"tokens": case.tokens, "graphs": case.graphs, "rounds": rounds, "most": MOST}
+    return rows.measured(shared, calls, facts, cold=True, **how)
 
 
 # ---- whole steps ----
@@ -177,7 +178,7 @@ def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[d
     sizes = {"tokens": ids[0].numel(), **rows.sizes_of(config), "context": config.context, "nnz": round(fired, 2)}
     sizes["parameters"] = sum(weight.numel() for weight in dense.parameters())
     shared = rows.about("training", next(dense.parameters()), f"whole step, {name}", **sizes)
-    return rows.timed(shared, calls, facts, rounds=10)
+    return rows.measured(shared, calls, facts, cold=True, tokens=ids[0].numel(), rounds=10)
 
 
 def switch_layers(model: nn.Module, read: Reader, ids: Tensor) -> str:

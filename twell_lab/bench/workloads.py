@@ -295,23 +295,25 @@ def millijoules(read: Meter, call: Callable[[int], object], wait: Callable[[], o
     start = time.perf_counter()
     call(0)
     wait()
-    start, once = time.perf_counter(), time.perf_counter() - start
-    many, made, begun = max(1, round(_CHUNK / max(1e-6, once))), 0, None
-    before, moved = read(), start
-    while True:
-        for turn in range(many):
-            call(turn)
-        wait()
-        made, spent, now = made + many, read(), time.perf_counter()
-        if spent == before:
-            if now - moved > _STILL:
-                return None
-            continue
-        before, moved = spent, now
-        if begun is None and now - start >= WARM:
-            begun = made, spent, now
-        elif begun and now - begun[2] >= ENERGY:
-            return (spent - begun[1]) / (made - begun[0])
+    many = max(1, round(_CHUNK / max(1e-6, time.perf_counter() - start)))
+
+    def until_it_moves(seconds: float) -> tuple[int, float]:
+        """Call for so many seconds at least; returns how many calls, 0 where the counter stands still, and where it
+        is."""
+        start, made, before = time.perf_counter(), 0, read()
+        while True:
+            for turn in range(many):
+                call(turn)
+            wait()
+            made, now, passed = made + many, read(), time.perf_counter() - start
+            if now != before and passed >= seconds:
+                return made, now
+            if now == before and passed > seconds + _STILL:
+                return 0, now
+            before = now
+
+    (_, first), (made, last) = until_it_moves(WARM), until_it_moves(ENERGY)
+    return (last - first) / made if made else None
 
 
 # ---- the rows ----

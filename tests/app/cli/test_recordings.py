@@ -163,3 +163,14 @@ def test_a_recording_without_a_row_is_an_error(clock, slow, tmp_path):
 def test_each_recording_names_its_options(monkeypatch, refused, arguments, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert said in refused("record", *arguments.split())
+
+
+def test_every_recording_has_steps(monkeypatch):
+    """Those of a size are made by tests/bench/test_bench_sizes.py; listing them makes nothing."""
+    monkeypatch.setattr(clocks, "dtype_for", lambda device: torch.bfloat16)
+    for name, recording in recordings.RECORDINGS.items():
+        if isinstance(recording, recordings.Recording):
+            sections = recording.sections({})
+            assert sections and all(map(callable, sum(sections.values(), []))), name
+        else:
+            assert callable(recording), name
