@@ -202,23 +202,20 @@ host = _table("host-time", _MS, _HOST, "{workload}", kind="host")
 
 
 def heavy(recorded: list[Record]) -> str:
-    """Of the newest records that have it: how much longer the TwELL path takes, forward and in training, if for some of
-    16,384 tokens 1,500 neurons fire, or all."""
+    """Return how much longer the TwELL path takes, forward and in training, if for some of 16,384 tokens 1,500 neurons
+    fire, or all."""
     cells = []
     for name, says in (("inference", "forward"), ("training", "training step")):
-        which = {"kind": name, "path": "forced twell", "workload": lambda work: work.startswith(_HEAVY)}
-        record, rows = rows_of([one for one in recorded if _has_many_heavy(one)], name, **SHAPE | which)
-        light = next((row["ms"] for row in rows if row["workload"] == f"{_HEAVY}0"), None)
-        for row in rows:
-            count, _, every = row["workload"].removeprefix(_HEAVY).partition(", ")
-            if record and light and count != "0":
-                line = f"{says}, {'all 5,632' if every else '1,500 neurons'}; {_where(row, record)}"
-                cells.append((line, Row(tokens=int(count))["at once"], f"{row['ms'] / light - 1:+.0%}"))
+        which: dict[str, Any] = {"path": "forced twell", "workload": lambda work: work.startswith(_HEAVY)}
+        record, rows = rows_of(recorded, name, kind=name, **SHAPE, **which)
+        times = {row["workload"].removeprefix(_HEAVY): row["ms"] for row in rows}
+        if record is None or (light := times.pop("0", None)) is None:
+            continue
+        for work, ms in times.items():
+            count, _, every = work.partition(", ")
+            line = f"{says}, {'all 5,632' if every else '1,500 neurons'}; {_where(rows[0], record)}"
+            cells.append((line, Row(tokens=int(count))["at once"], f"{ms / light - 1:+.0%}"))
     return _grid("longer by", cells)
-
-
-def _has_many_heavy(record: Record) -> bool:
-    return any(row.get("workload") == f"{_HEAVY}512" for row in record.rows)
 
 
 # ---- whole models ----
