@@ -273,8 +273,8 @@ class Bench:
 
     @torch.no_grad()
     def measure(self, work: Workload, paths: Iterable[str], clocks: Clocks) -> list[dict]:
-        """Return a row for each path of a workload, DENSE first, and each way in which it was timed. Raises
-        timing.WrongResult, before anything is timed, where a result is wrong; what cannot be compiled is left out."""
+        """Return a row for each path of a workload, DENSE first, and each way in which it was timed. WrongResult, before
+        anything is timed, where a result is wrong; what cannot be compiled is left out."""
         results: dict[str, Tensor] = {}
         ways = {path: functools.partial(self._entry, work, path, results) for path in paths}
         if any("compiled" in path for path in ways):
@@ -287,19 +287,11 @@ class Bench:
     def shared(self, kind: str, tokens: int, workload: str) -> dict:
         """Return what all rows of one comparison say."""
         up, nnzs = self.layers[0].up.weight, [layer.mean_nnz for layer in self.firing.layers]
-        return rows.about(
-            kind,
-            up,
-            f"{self.about}, {workload}",
-            tokens=tokens,
-            d_model=up.shape[1],
-            d_ff=up.shape[0],
-            layers=len(self.layers),
-            gated=self.layers[0].gate is not None,
-            nnz=round(fmean(nnzs), 2),
-            nnz_layers=[round(nnz, 1) for nnz in nnzs],
-            parameters=sum(weight.numel() for weight in self.dense.model.parameters()),
-        )
+        sizes = {"d_model": up.shape[1], "d_ff": up.shape[0], "layers": len(self.layers)}
+        sizes |= {"gated": self.layers[0].gate is not None, "nnz": round(fmean(nnzs), 2)}
+        sizes["parameters"] = sum(weight.numel() for weight in self.dense.model.parameters())
+        said = rows.about(kind, up, f"{self.about}, {workload}", tokens=tokens, **sizes)
+        return said | {"nnz_layers": [round(nnz, 1) for nnz in nnzs]}
 
     def _entry(self, work: Workload, path: str, results: dict[str, Tensor]) -> Entry:
         """Return the call of a path, and what its rows say of what each layer does, of its error and loss. The result
