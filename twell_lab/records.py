@@ -41,9 +41,9 @@ _NUMBERS = "ms tokens d_model d_ff nnz dense_ms x_dense spread wall_ms dense_wal
 class Record:
     """What was measured in one run, and where; times are in milliseconds, memory in bytes; `str` gives a table.
 
-    A row with a `kind` is a measurement and has a `device`, a `path` (twell_lab.layers.paths) and its median time `ms`;
-    `error` is how far its result is from the exact one, as a share of that one's norm, `loss` a cross-entropy in nats a
-    token. Other rows may hold anything. RecordError names a field that readers rely on and could not take."""
+    A row with a `kind` is a measurement, with a `device`, a `path` (twell_lab.layers.paths) and its median time `ms`;
+    `error`: how far its result is off, as a share of the exact one's norm; `loss`: nats a token. Other rows may hold
+    anything. RecordError names a field that readers rely on and could not take."""
 
     name: str  # how the names of its files begin: lower-case letters, digits, "-", "_" and "."
     purpose: str  # what was measured, as a sentence
@@ -56,8 +56,27 @@ class Record:
     kernels: dict[str, str] = field(default_factory=dict, repr=False)  # the hash of each that ran on a GPU, by name
     schema: int = SCHEMA  # the version of the file format
 
-    def __post_init__(self):
-        _check(self)
+    def __post_init__(self) -> None:
+        def check(where: str, value: object, holds: bool, accepted: str) -> None:
+            if not holds:
+                raise RecordError(f"record {self.name!r}: {where} is {value!r:.120}; accepted: {accepted}")
+
+        for name, kind in (("purpose", str), ("kernels", dict), ("machine", dict), ("notes", dict), ("rows", list)):
+            check(name, value := getattr(self, name), isinstance(value, kind), f"a {kind.__name__}")
+        date = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+        for name, pattern in (("schema", str(SCHEMA)), ("name", "[a-z0-9][a-z0-9_.-]*"), ("date", date)):
+            check(name, value := getattr(self, name), re.fullmatch(pattern, str(value)) is not None, f"/{pattern}/")
+        for i, row in enumerate(self.rows):
+            check(f"rows[{i}]", row, isinstance(row, dict), "an object")
+            for key in (*_NAMES, *_NUMBERS.split()) if "kind" in row else ():
+                value, name = row.get(key), f"rows[{i}].{key}"
+                if value is None and key not in _NEEDED:
+                    continue
+                if key in _NAMES:
+                    check(name, value, isinstance(value, str) and value != "", "a name")
+                else:
+                    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < WHOLE
+                    check(name, value, number and (key != "ms" or value > 0), "a finite number, of ms above 0")
 
     def __str__(self) -> str:
         measured = [row for row in self.rows if "kind" in row]
@@ -105,29 +124,6 @@ class Record:
         stem = f"{self.name}-{re.sub('[-:]', '', self.date)}"
         names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
         return next(path for name in names if not (path := folder / f"{name}.json").exists())
-
-
-def _check(record: Record) -> None:
-    def check(where: str, value: object, holds: bool, accepted: str) -> None:
-        if not holds:
-            raise RecordError(f"record {record.name!r}: {where} is {value!r:.120}; accepted: {accepted}")
-
-    for name, kind in (("purpose", str), ("kernels", dict), ("machine", dict), ("notes", dict), ("rows", list)):
-        check(name, value := getattr(record, name), isinstance(value, kind), f"a {kind.__name__}")
-    date = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
-    for name, pattern in (("schema", str(SCHEMA)), ("name", "[a-z0-9][a-z0-9_.-]*"), ("date", date)):
-        check(name, value := getattr(record, name), re.fullmatch(pattern, str(value)) is not None, f"/{pattern}/")
-    for i, row in enumerate(record.rows):
-        check(f"rows[{i}]", row, isinstance(row, dict), "an object")
-        for key in (*_NAMES, *_NUMBERS.split()) if "kind" in row else ():
-            value, name = row.get(key), f"rows[{i}].{key}"
-            if value is None and key not in _NEEDED:
-                continue
-            if key in _NAMES:
-                check(name, value, isinstance(value, str) and value != "", "a name")
-            else:
-                number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < WHOLE
-                check(name, value, number and (key != "ms" or value > 0), "a finite number, of ms above 0")
 
 
 _machine = cache(core.describe_machine)  # it asks nvidia-smi
@@ -235,12 +231,10 @@ def flat_rows(records: list[Record]) -> list[dict]:
     say is None. `stale` is True for a time on a GPU with kernels that have changed since."""
     flat = []
     for record in records:
-        outdated = stale(record)
-        shared = {"record": record.name, "date": record.date, "commit": record.commit}
-        for row in record.rows:
-            if "kind" in row:
-                known = {**row, **shared, "stale": outdated and not is_cpu(row["device"])}
-                flat.append({key: known.get(key) for key in FLAT_KEYS})
+        shared, outdated = {"record": record.name, "date": record.date, "commit": record.commit}, stale(record)
+        for row in [row for row in record.rows if "kind" in row]:
+            known = {**row, **shared, "stale": outdated and not is_cpu(row["device"])}
+            flat.append({key: known.get(key) for key in FLAT_KEYS})
     return flat
 
 
@@ -271,8 +265,9 @@ def table(rows: list[dict], columns: dict[str, str]) -> str:
     for line in ([columns[key] for key in widths], *zip(*(cells[key] for key in widths), strict=True)):
         wrapped = [textwrap.wrap(text, width) for text, width in zip(line, widths.values(), strict=True)]
         for parts in zip_longest(*wrapped, fillvalue=""):
-            sides = ((text.rjust if key in numeric else text.ljust) for text, key in zip(parts, widths, strict=True))
-            lines.append("  ".join(to(width) for to, width in zip(sides, widths.values(), strict=True)).rstrip())
+            beside = zip(parts, widths.items(), strict=True)
+            shown = (text.rjust(width) if key in numeric else text.ljust(width) for text, (key, width) in beside)
+            lines.append("  ".join(shown).rstrip())
     return "\n".join(lines)
 
 

@@ -273,8 +273,8 @@ class Bench:
 
     @torch.no_grad()
     def measure(self, work: Workload, paths: Iterable[str], clocks: Clocks) -> list[dict]:
-        """Return a row for each path of a workload, DENSE first, and each way in which it was timed. WrongResult, before
-        anything is timed, where a result is wrong; what cannot be compiled is left out."""
+        """Return a row for each path of a workload, DENSE first, and each way in which it was timed. WrongResult, with
+        nothing timed, where a result is wrong; what cannot be compiled is left out."""
         results: dict[str, Tensor] = {}
         ways = {path: functools.partial(self._entry, work, path, results) for path in paths}
         if any("compiled" in path for path in ways):
