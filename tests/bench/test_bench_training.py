@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from twell_lab import simulator
 from twell_lab.analysis import costs
 from twell_lab.bench import forward, training
 from twell_lab.bench.forward import Case
@@ -141,3 +142,13 @@ def test_whole_steps_of_a_model_on_every_path():
         assert row["workload"] == "whole step, tiny" and row["layers"] == 2 and row["tokens"] == 64 and row["gated"]
         assert row["x_dense"] == row["x_compiled"] == 1.0 and row["nnz"] == pytest.approx(10, rel=0.3)
         assert ("choice" in row) == row["path"].startswith("planned")
+
+
+@pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler (g++ or clang++)")
+def test_versions_of_kernels_are_compared_before_they_are_timed(monkeypatch):
+    small = {"d_model": 64, "d_ff": 512}
+    monkeypatch.setattr(forward, "Case", lambda tokens, nnz, dtype: Case(tokens, nnz, dtype=dtype, **small))
+    made = forward.kernel_versions(6, 4)
+    versions = {"pack": 4, "down": 3, "gated": 4}
+    assert [row["path"] for row in made] == [f"{name}_v{n + 1}" for name, most in versions.items() for n in range(most)]
+    assert all(row["kind"] == "kernel" and row["tokens"] == 6 and row["d_ff"] == 512 for row in made)
