@@ -1,0 +1,33 @@
+"""Recordings that need transformers' engine of continuous batching and its Trainer, on models small enough for a CPU."""
+
+import pytest
+
+from twell_lab.bench import fine_tuning, serving
+from twell_lab.models.tiny import ModelConfig
+
+pytest.importorskip("accelerate")
+SIZES = ModelConfig(d_model=64, layers=2, heads=2, d_ff=256, context=64)
+
+
+def test_a_server_answers_all_requests_dense_and_planned(monkeypatch):
+    """In float32 all answers begin with the dense model's token, and no request waits less than nothing."""
+    for name, value in (("REQUESTS", 5), ("ROUNDS", 2), ("PROMPT", 16), ("NEW", 8), ("BLOCKS", 16)):
+        monkeypatch.setattr(serving, name, value)
+    dense, planned = serving.sections(size=SIZES)["serving"][1]()
+    assert (dense["path"], planned["path"]) == ("dense", "planned") and planned["same"] == 1.0
+    for row in (dense, planned):
+        assert row["requests"] == 5 and 0 < row["p50_s"] <= row["p99_s"]
+        assert row["tokens_per_s"] == pytest.approx(1e3 / row["ms"])
+
+
+def test_the_recipe_makes_a_relu_model_that_learns_and_falls_silent():
+    recipe = fine_tuning.Recipe(
+        SIZES, batch=4, steps=(40, 40), rates=(2e-3, 1e-3), l1=3e-3, warmup=10, new=8, held_out=16
+    )
+    rows = {row["path"]: row for row in fine_tuning.tuned_rows(recipe)}
+    base, control, relu, sparse = (
+        rows[name] for name in (fine_tuning.BASE, fine_tuning.CONTROL, fine_tuning.RELU, fine_tuning.SPARSE)
+    )
+    assert control["loss"] < base["loss"] and relu["loss"] < base["loss"]
+    assert sparse["loss"] == pytest.approx(relu["loss"], abs=1e-3)
+    assert relu["density"] == sparse["density"] < 0.45 and "density" not in base  # half of them fire at first
