@@ -29,7 +29,7 @@ _SURE = 8  # sequences from which not all can have parted at the first token by 
 
 
 PROMPT, NEW = 128, 128  # tokens of a prompt, and tokens that are decoded
-BATCHES = (1, 16)
+BATCHES, PLANNED_FOR = (1, 16), (1, 16, 64)
 ROUNDS = 3
 
 
@@ -80,8 +80,8 @@ def _walls(call: Callable[[int], object], rounds: int) -> list[float]:
 
 
 def models(size: str | ModelConfig) -> dict[str, Any]:
-    """Return the dense model, and the one that a plan for steps of these batches swapped, captured ones on a GPU."""
-    bench = Bench(size, tokens=(), batches=BATCHES)
+    """Return the dense model, and the one that a plan for steps of PLANNED_FOR swapped, captured ones on a GPU."""
+    bench = Bench(size, tokens=(), batches=PLANNED_FOR)
     plan = bench.planned(FOR_GRAPHS if torch.cuda.is_available() else PLANNED)
     return {DENSE: bench.dense.model, PLANNED: sparsify(copy.deepcopy(bench.dense.model), plan)}
 
