@@ -11,7 +11,6 @@ from torch import nn
 
 import twell_lab as tl
 from tests.ops.rows.drawn import Layer
-from twell_lab.bench import forward
 from twell_lab.core import InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.lossy import ThresholdedActivation
@@ -66,7 +65,15 @@ def assert_dense(made, choice, rows=200):
 # ---- every path is the dense layer
 
 
-SHAPES = [(2048, 5632, True), *forward.SHAPES]
+SHAPES = [
+    (2048, 5632, True),
+    (768, 3072, True),
+    (1024, 4096, False),
+    (2048, 8192, False),
+    (3584, 18944, True),
+    (4096, 14336, True),
+    (5120, 13824, True),
+]
 
 
 @each_path
