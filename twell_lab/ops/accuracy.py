@@ -3,7 +3,7 @@ judge by the functions of this file.
 
 Row by row, the norm of the error against float64 may be at most twice that of torch's dense layer in the same
 dtype, plus one unit in the last place of the row's largest value. `worst_row` measures that where the float64 result is
-given. `judge` and `Exact` compute it from the layer, and know which neurons may count as firing or as silent.
+given. `Exact` computes it from the layer, and knows which neurons may count as firing or as silent.
 """
 
 from __future__ import annotations
@@ -60,26 +60,6 @@ def worst_row(y: Tensor, dense: Tensor, exact: Tensor) -> tuple[float, int]:
     ratio = _ratios(y, exact, dense, exact)
     row = int(ratio.argmax())
     return float(ratio[row]), row
-
-
-def judge(
-    y: Tensor,
-    dense: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> Verdict:
-    """Return whether y keeps the promise for (relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias: see
-    `Exact`.
-
-    y, dense: [tokens, d_model], the results of the layer under test and of torch's dense layer, in the same dtype. gate
-    None: a plain layer, relu(x up^T + up_bias) down^T + down_bias. x and the weights: as both layers got them.
-    """
-    return Exact(x, gate, up, down, gate_bias, up_bias, down_bias).judge(y, dense)
 
 
 class Exact:

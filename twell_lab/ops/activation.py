@@ -36,6 +36,11 @@ def activation(kind: str, both: bool = False) -> Macros:
 CURVES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
+def rounded(threshold: float, dtype: torch.dtype) -> float:
+    """Return a threshold as kernels get it for values of this type."""
+    return torch.tensor(threshold, dtype=dtype, device="cpu").item()
+
+
 class Activation(NamedTuple):
     """The activation of a layer, which decides who fires.
 
@@ -72,10 +77,6 @@ class Activation(NamedTuple):
     def macros(self) -> Macros:
         """Return what kernels that compute it are compiled with."""
         return activation(self.kind, self.both)
-
-    def bound(self, dtype: torch.dtype) -> float:
-        """The threshold as kernels get it for gate values of this type."""
-        return torch.tensor(self.threshold, dtype=dtype, device="cpu").item()
 
     def value(self, first: Tensor) -> Tensor:
         """Return what each neuron would be worth if it fires: the activation without its threshold."""

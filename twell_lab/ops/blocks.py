@@ -44,16 +44,7 @@ BLOCKS = Source(
 TOLERANCE = 1.0
 
 
-def blocks(
-    call: Call,
-    x: Buffer,
-    pointer: Buffer,
-    column: Buffer,
-    values: Buffer,
-    bias: Buffer | None,
-    order: Buffer,
-    version: int = 2,
-) -> Buffer:
+def blocks(call: Call, x, pointer, column, values, bias, order, version: int = 2) -> Buffer:
     """Multiply x [tokens, in] with blocks, plus bias [out]: y [tokens, out]. x and values on 16-byte boundaries.
 
     pointer: int32 [block rows + 1]; column: int32 [blocks]; values: [blocks, high, wide]; order: int32 [block rows],

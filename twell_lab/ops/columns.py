@@ -10,6 +10,7 @@ import torch
 
 from ..core import InputError
 from ..cuda.launch import Buffer, Call, Entry, Source, sixteen_bits, value
+from .listed import plain_or_gated
 from .survivors import Survivors
 
 _MOST_CHUNKS = 256
@@ -49,9 +50,7 @@ GRADIENTS = Source(
         "weight_gradients_v2": Entry(32 * _BLOCK_WARPS, "ppppppppppppppi"),
         "weight_gradients_finish_v2": Entry(32 * _BLOCK_WARPS, "pppppppppppi"),
     },
-    builds=lambda dtype, widths, capability: [
-        (*macros, *more) for macros in sixteen_bits(dtype) for more in ((), (("GATED", 0),))
-    ],
+    builds=plain_or_gated,
     constants=(*_SHARED, ("LAUNCH_SLAB", _WIDTH)),
 )
 Gradients = tuple[Any, Any, Any, Any, Any]
@@ -120,7 +119,7 @@ def weight_gradients(
     sums = 3 if gated else 2
     pieces = max(_LEAST_PIECES, min(_MOST_PIECES, _PARTIAL_BYTES // (4 * sums * d_model)))
     columns = by_column(call, s, dh, d_ff, x.dtype, pieces)
-    macros = (*value(x.dtype), *(() if gated else (("GATED", 0),)))
+    macros = plain_or_gated(x.dtype)[not gated]
 
     def launch(name: str, grid: tuple[int, int], *buffers: Buffer) -> None:
         call.launch(GRADIENTS.kernel(f"weight_gradients_{name}", macros), grid, *buffers, *outputs, d_model)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import InputError
 from ..cuda.launch import SHARED_BY_DEFAULT, Buffer, Call, Entry, Layout, Macros, Source, aligned, value
-from .activation import ACTIVATIONS, RELU, Activation, activation
+from .activation import ACTIVATIONS, RELU, Activation, activation, rounded
 from .reference import gated_ffn, plain_ffn
 
 MOST_TOKENS = 64
@@ -136,23 +136,14 @@ def decode(
     first, first_bias, second = (up, up_bias, None) if gate is None else (gate, gate_bias, up)
     weights, hidden = (first, first_bias, second, up_bias, down_t), (masks, values)
     of_gate = DECODE.kernel(f"decode_gate_v{version}", macros, shared, early=True)
-    numbers = (None, tokens, d_ff, acts.bound(x.dtype))  # None: nothing is counted
+    numbers = (None, tokens, d_ff, rounded(acts.threshold, x.dtype))  # None: nothing is counted
     call.launch(of_gate, (-(-d_ff // neurons), 1), x, *weights, hidden, *numbers)
     of_down = DECODE.kernel("decode_down", macros, early=True)
     call.launch(of_down, (-(-d_model // columns), tokens), hidden, down_t, down_bias, y, tiles)
     return y
 
 
-def reference(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down_t: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    acts: Activation = RELU,
-) -> Tensor:
+def reference(x, gate, up, down_t, gate_bias=None, up_bias=None, down_bias=None, acts: Activation = RELU) -> Tensor:
     """Return what `decode` computes, from torch's operations."""
     if gate is None:
         return plain_ffn(x, up, down_t.t(), up_bias, down_bias, acts)

@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 
 from ..cuda.launch import Call, Layout, aligned, capability, layout, run
 from ..formats.twell import TILE, WORDS
-from . import decode, down, down_rows, down_sums, gate_pack, gate_up, gated, listed, pack, spread
+from . import decode, down, down_rows, down_sums, gate_pack, gate_up, gated, listed, pack
 from .activation import RELU, Activation
 
 _NO_TAIL = (None, None, None)
@@ -51,18 +51,7 @@ Run = Any  # a Call, or one of the classes below: called with x and the weights,
 
 
 def infer(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    path: str,
-    hot: int = 0,
-    tile: int = TILE,
-    words: int = WORDS,
-    acts: Activation = RELU,
+    x, gate, up, down, gate_bias, up_bias, down_bias, path: str, hot=0, tile=TILE, words=WORDS, acts: Activation = RELU
 ) -> Tensor:
     """Compute one layer on a GPU, without gradients: x [..., d_model] -> [..., d_model]. gate: None for a plain layer.
 
@@ -96,7 +85,8 @@ def _prepared(
     call = Call(device)
     rows, gate, up, down_, *biases = given = [call.input(each) for each in (x, *weights)]
     usual, lies = (tile, words) == (TILE, WORDS), aligned(*weights)
-    few = len(rows) < LEAST_SPREAD or acts != RELU or not spread.takes(rows, up, down_.t(), biases[2])
+    spreads = acts == RELU and listed.takes(rows, up, down_.t(), biases[2], listed.MOST_SPREAD)
+    few = len(rows) < LEAST_SPREAD or not spreads
     if not hot and usual and lies and few and decode.takes(call.capability, rows, up):
         call.returns(decode.decode(call, rows, gate, up, down_.t(), *biases, acts=acts))
         return call
@@ -181,7 +171,7 @@ def _after_gate(device: torch.device, x: Layout, weights: Weights, tile, words, 
     down_t, signed = down_t.t(), acts.falls_back
     if may_list and not acts.both and not signed and listed.takes(rows, up_, down_t, down_bias_):
         left = (None, down_t, None, down_bias_) if gate is None else (up_, down_t, up_bias_, down_bias_)
-        lists = spread.spread if spread.takes(rows, up_, down_t, down_bias_) else listed.listed
+        lists = listed.spread if len(rows) <= listed.MOST_SPREAD else listed.listed
         y = lists(call, rows, kept, *left)
     else:
         packed = pack.pack(call, kept, tile, words, signed=signed)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..cuda.launch import Buffer, Call, Entry, Source, sixteen_bits, value
+from ..cuda.launch import Call, Entry, Source, sixteen_bits, value
 from ..cuda.tma import matrix_map
 from .gate_pack import BK, BM, CLUSTER, CONSUMERS, THREADS
 from .gate_up import ROWS_OUT, SHARED, launch_gate_up, whole_grid
@@ -31,19 +31,7 @@ TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
 
 
 def finish_lost(
-    call: Call,
-    lost: Buffer,
-    lost_x: Buffer,
-    gate: Buffer | None,
-    up: Buffer,
-    gate_bias: Buffer | None,
-    up_bias: Buffer | None,
-    down_t: Buffer,
-    down_bias: Buffer | None,
-    start: Buffer | None,
-    y: Buffer,
-    packed: Buffer | None = None,
-    pool: Buffer | None = None,
+    call: Call, lost, lost_x, gate, up, gate_bias, up_bias, down_t, down_bias, start, y, packed=None, pool=None
 ) -> None:
     """Add y[lost[1 + i]] = start[same row] + down_bias + h(lost_x[i]) down_t for the lost rows, written into y.
 
@@ -72,16 +60,7 @@ def finish_lost(
         call.launch(finish, whole_grid(call), *maps, *tensors, *numbers, counters, parts, few_apart)
 
 
-def reference(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_t: Tensor,
-    down_bias: Tensor | None,
-    start: Tensor | None = None,
-) -> Tensor:
+def reference(x, gate, up, gate_bias, up_bias, down_t, down_bias, start=None) -> Tensor:
     """Return what `finish_lost` computes, for all rows, from torch's operations."""
     y = linear(hidden_of(x, gate, up, gate_bias, up_bias), down_t.t(), down_bias)
     return y if start is None else (y.to(start.dtype) + start).to(y.dtype)

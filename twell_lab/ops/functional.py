@@ -185,7 +185,7 @@ def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, back
         from . import cpu
 
         with torch.autocast("cpu", enabled=False):  # the result has the dtype of the packed values
-            return cpu.plain(packed.to_dense(), None, down.t(), bias, follow=False, acts=cpu.PACKED)
+            return cpu.after_gate(None, packed.to_dense(), None, None, down, bias)
     from ..cuda.launch import run
     from . import down as kernel
 
@@ -216,8 +216,7 @@ def packed_gated(
         from . import cpu
 
         with torch.autocast("cpu", enabled=False):
-            gate = packed.to_dense()
-            return cpu.gated(x, gate, up, None, down.t(), up_bias, down_bias, follow=False, acts=cpu.PACKED)
+            return cpu.after_gate(x, packed.to_dense(), up, up_bias, down, down_bias)
     from ..cuda.launch import run
     from . import gated as kernel
 

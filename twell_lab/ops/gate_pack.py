@@ -125,14 +125,7 @@ def takes_sm80(capability: tuple[int, int], x: Buffer | Layout, gate: Buffer | L
     return runs and x.dtype.itemsize == 2 and x.dtype == gate.dtype and widths and dense and small
 
 
-def gate_pack_sm80(
-    call: Call,
-    x: Buffer,
-    gate: Buffer,
-    bias: Buffer | None = None,
-    lost: Buffer | None = None,
-    version: int | None = None,
-) -> tuple[Buffer, Buffer]:
+def gate_pack_sm80(call: Call, x, gate, bias=None, lost=None, version: int | None = None) -> tuple[Buffer, Buffer]:
     """Add the gate GEMM that packs: x [tokens, d_model], gate [d_ff, d_model], bias [d_ff] or None -> (packed, pool).
 
     lost: int32 [1 or more] or None; lost[0] is set to 0 for the kernels that follow, where there are tokens. version: 1
@@ -203,14 +196,7 @@ def takes_sm90(capability: tuple[int, int], x: Buffer | Layout, gate: Buffer | L
     return widths and fits(capability, x, gate)
 
 
-def gate_pack_sm90(
-    call: Call,
-    x: Buffer,
-    gate: Buffer,
-    bias: Buffer | None = None,
-    lost: Buffer | None = None,
-    version: int | None = None,
-) -> tuple[Buffer, Buffer]:
+def gate_pack_sm90(call: Call, x, gate, bias=None, lost=None, version: int | None = None) -> tuple[Buffer, Buffer]:
     """Add the gate GEMM that packs, as `gate_pack_sm80` does. version: 1 to 3, None the fastest."""
     if version not in (None, *VERSIONS):
         raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")

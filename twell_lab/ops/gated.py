@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cuda.launch import Buffer, Call, Entry, Macros, Source
+from ..cuda.launch import Buffer, Entry, Macros, Source
 from ..formats.twell import POOL_ROWS
 from .activation import RELU, Activation, activation
 from .down import (
@@ -59,20 +59,7 @@ UP = Source(
 
 
 def gated(
-    call: Call,
-    x: Buffer,
-    packed: Buffer,
-    gate: Buffer | None,
-    tail: tuple,
-    up: Buffer,
-    down_t: Buffer,
-    up_bias: Buffer | None,
-    down_bias: Buffer | None,
-    tile: int,
-    version: int | None = None,
-    *,
-    signed: bool = False,
-    both: bool = False,
+    call, x, packed, gate, tail, up, down_t, up_bias, down_bias, tile: int, version=None, *, signed=False, both=False
 ) -> Buffer:
     """Add x [rows, d_model], packed gate [rows, tiles, words], up and down_t [d_ff, d_model] -> y [rows, d_model].
 
@@ -85,20 +72,7 @@ def gated(
 
 
 def gated_pooled(
-    call: Call,
-    x: Buffer,
-    packed: Buffer,
-    pool: Buffer,
-    up: Buffer,
-    down_t: Buffer,
-    up_bias: Buffer | None,
-    down_bias: Buffer | None,
-    start: Buffer | None,
-    lost: Buffer,
-    lost_x: Buffer,
-    y: Buffer,
-    most: int = ANY_NUMBER,
-    version: int | None = None,
+    call, x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, y, most=ANY_NUMBER, version=None
 ) -> None:
     """Add x [tokens, d_model], its gate packed with a pool, up and down_t [d_ff, d_model], written into y [tokens,
     d_model]: what `pooled_takes` says, all contiguous.
@@ -128,16 +102,7 @@ def gated_pooled(
         call.launch(second_pass, grid, words, groups, hidden, beside, down_t, down_bias, begun, y[rows], None, d_ff)
 
 
-def reference(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down_t: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    start: Tensor | None = None,
-    acts: Activation = RELU,
-) -> Tensor:
+def reference(x, gate, up, down_t, up_bias, down_bias, start=None, acts: Activation = RELU) -> Tensor:
     """Return what `gated` and `gated_pooled` compute of the gate that was packed, from torch's operations."""
     y = of_gate(x, gate, up, down_t.t(), up_bias, down_bias, acts)
     return y if start is None else (y.to(start.dtype) + start).to(y.dtype)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cuda.launch import Buffer, Call, Entry, Macros, Source
+from ..cuda.launch import Entry, Macros, Source
 from ..formats.twell import fires
 from .down import pooled_takes, specialisation
 
@@ -66,17 +66,7 @@ def takes(dtype: torch.dtype, tokens: int, d_model: int, d_ff: int) -> bool:
     return small and pooled_takes(dtype, d_model)
 
 
-def survivors(
-    call: Call,
-    x: Buffer,
-    packed: Buffer,
-    pool: Buffer,
-    d_ff: int,
-    gated: bool,
-    capacity: int | None = None,
-    few: int = _MOST_ENTRIES,
-    most: int = 0,
-) -> Survivors:
+def survivors(call, x, packed, pool, d_ff: int, gated: bool, capacity=None, few=_MOST_ENTRIES, most=0) -> Survivors:
     """List the entries of x's packed gate. In a gated layer ups and l1 are left to train_rows.up_values.
 
     x: [tokens, d_model]; packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], of the gate of this x

@@ -1,7 +1,7 @@
 """The products of a training step that go over a row's survivors: y, u, the gradient of h, and the gradient of x.
 
 Version 1 (kernels/smxx_train_rows.cu) holds whole rows in registers; version 2 (kernels/smxx_train_slabs.cu) takes
-slabs of columns, and shares a heavy row among many warps."""
+slabs of columns, and shares a heavy row among many warps. And the transpose of a matrix (kernels/smxx_transpose.cu)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..cuda.launch import VALUE, Buffer, Call, Entry, Macros, Source
+from ..cuda.launch import VALUE, Buffer, Call, Entry, Macros, Source, sixteen_bits, value
 from ..formats.twell import fires
 from .down import specialisation
 from .survivors import HEAVY, Survivors, rows_of_widths
 
 _VECTOR = 8  # values in 16 bytes
 _BLOCK_WARPS = 4
+_SIDE = 64  # of the square that a block transposes
 _MOST_SLABS = 16  # slabs whose pieces of dot products are kept at once
 # By kernel: the lanes that share an entry, which is also the width of a slab in vectors of 16 bytes; and the entries
 # that a lane loads at once.
@@ -47,6 +48,12 @@ ROWS = Source(
     builds=rows_of_widths,
     constants=(("HEAVY", HEAVY),),
 )
+TRANSPOSE = Source(
+    "smxx_transpose",
+    {"transpose_v1": Entry(256, "ppii")},
+    builds=sixteen_bits,
+    constants=(("SIDE", _SIDE), ("THREADS", 256)),
+)
 SLABS = Source(
     "smxx_train_slabs",
     {
@@ -59,6 +66,15 @@ SLABS = Source(
     builds=_slab_builds,
     constants=(("HEAVY", HEAVY), ("BLOCK_WARPS", _BLOCK_WARPS)),
 )
+
+
+def transposed(call: Call, m: Buffer) -> Buffer:
+    """Transpose m [rows, columns] of 16-bit values, contiguous, both multiples of 8."""
+    rows, columns = m.shape
+    out = call.empty(columns, rows, dtype=m.dtype)
+    grid = -(-columns // _SIDE), -(-rows // _SIDE)
+    call.launch(TRANSPOSE.kernel("transpose_v1", value(m.dtype)), grid, m, out, rows, columns)
+    return out
 
 
 def up_values(call: Call, x: Buffer, s: Survivors, up: Buffer, up_bias: Buffer | None) -> None:
