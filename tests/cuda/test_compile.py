@@ -130,8 +130,8 @@ def test_prebuilding_makes_what_launches_ask_for(runs, tmp_path, monkeypatch):
     assert len(names) == len(set(names)) == len(runs)
     assert sorted(p.stem for p in tmp_path.glob("*.cubin")) == sorted(names)
     monkeypatch.setenv("TWELL_LAB_CUBINS", str(tmp_path))
-    for source, macros in kernels.builds((9, 0), dtypes, [2048]):
-        target = compiler.architecture((9, 0), source.alone)
+    for source, target, macros in kernels.builds((9, 0), dtypes, [2048]):
+        assert target == compiler.architecture((9, 0), source.alone)
         assert compiler.compile(source.file, target, dict(macros)).name in names
     assert len(runs) == len(names)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
@@ -40,11 +39,11 @@ def sources() -> dict[str, Source]:
 
 def builds(
     capability: tuple[int, int], dtypes: Sequence[torch.dtype], widths: Sequence[int]
-) -> list[tuple[Source, Macros]]:
-    """List each (source, macros) that may be launched on a GPU of this capability, for these types of values and widths
-    of rows."""
+) -> list[tuple[Source, str, Macros]]:
+    """List each (source, target, macros) that may be launched on a GPU of this capability, for these types of values
+    and widths of rows; target: such as "sm_90"."""
     found = (
-        (source, source.macros(macros))
+        (source, "sm_{}{}{}".format(*capability, "a" * source.alone), source.macros(macros))
         for source in sources().values()
         if source.runs_on(capability)
         for dtype in dtypes
@@ -53,31 +52,21 @@ def builds(
     return list(dict.fromkeys(found))
 
 
-def targets(arch: str, dtypes, widths) -> list[tuple[str, str, Macros]]:
-    """List (file, target, macros) of everything that may be launched on a GPU of architecture `arch` ("sm_90")."""
-    found = builds(divmod(int(arch.removeprefix("sm_")), 10), dtypes, widths)
-    return [(source.file, f"{arch}a" if source.alone else arch, macros) for source, macros in found]
-
-
 def prebuild(
-    folder: Path, architectures, dtypes, d_models, progress: Callable[[int, int, str], None] | None = None
+    folder: Path, architectures, dtypes, d_models, progress: Callable[[int, int, str], None] = lambda *_: None
 ) -> list[str]:
-    """Compile every kernel for these targets into `folder`, for TWELL_LAB_CUBINS elsewhere; returns the cubins' names.
+    """Compile every kernel for these architectures ("sm_90") into `folder`, for TWELL_LAB_CUBINS elsewhere; returns the
+    cubins' names.
 
-    progress: called with (done, of, name) after each. Raises InputError if the folder cannot be written."""
-    try:  # before a minute is spent on compiling
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(f"{folder} is not a folder that can be written ({error.strerror})") from error
-    wanted = [target for arch in architectures for target in targets(arch, dtypes, d_models)]
-    names = []
+    progress: called with (done, of, name) after each. Raises RecordError if the folder cannot be written."""
+    core.check_folder(folder)  # before a minute is spent on compiling
+    capabilities = [divmod(int(arch.removeprefix("sm_")), 10) for arch in architectures]
+    wanted = [build for capability in capabilities for build in builds(capability, dtypes, d_models)]
+    names: list[str] = []
     with ThreadPoolExecutor(_THREADS) as pool:
-        for cubin in pool.map(lambda one: compiler.compile(one[0], one[1], dict(one[2]), cache_in=folder), wanted):
+        for cubin in pool.map(lambda one: compiler.compile(one[0].file, one[1], dict(one[2]), cache_in=folder), wanted):
             names.append(cubin.name)
-            if progress is not None:
-                progress(len(names), len(wanted), cubin.name)
+            progress(len(names), len(wanted), cubin.name)
     return names
 
 
