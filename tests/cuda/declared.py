@@ -39,11 +39,25 @@ def called(job: tuple[str, str, Macros]) -> str:
     return " ".join([target, name, *(key if value is True else f"{key}={value}" for key, value in macros)])
 
 
+def resources(log: str) -> dict[str, dict[str, int]]:
+    """Read what ptxas said of each kernel: {"registers", "spill_bytes", "stack_bytes", "shared_bytes"} by name."""
+    found = {}
+    for block in re.split(r"Compiling entry function '", log)[1:]:
+        number = lambda pattern: int(m[1]) if (m := re.search(pattern, block)) else 0  # noqa: E731
+        found[block[: block.index("'")]] = {
+            "registers": number(r"Used (\d+) registers"),
+            "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            "stack_bytes": number(r"(\d+) bytes stack frame"),
+            "shared_bytes": number(r"(\d+) bytes smem"),
+        }
+    return found
+
+
 def check(name: str, target: str, macros: Macros) -> None:
     """Compile a source and compare: its entries, their threads and the sizes of their parameters; what ptxas used."""
     one = kernels.sources()[name]
     cubin = compiler.compile(one.file, target, dict(macros))
-    used = compiler.resources(cubin.log)
+    used = resources(cubin.log)
     assert set(used) == set(one.entries_of(dict(macros))) and f"for '{target}'" in cubin.log
     for entry, found in used.items():
         kernel = one.kernel(entry, macros)

@@ -157,17 +157,3 @@ def _run_nvrtc(file: str, arch: str, defines: Mapping[str, object]) -> tuple[byt
         raise CompileError(f"{file} for {arch}: {error}\n{nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
-
-
-def resources(log: str) -> dict[str, dict[str, int]]:
-    """Read what ptxas said of each kernel: {"registers", "spill_bytes", "stack_bytes", "shared_bytes"} by name."""
-    found = {}
-    for block in re.split(r"Compiling entry function '", log)[1:]:
-        number = lambda pattern: int(m[1]) if (m := re.search(pattern, block)) else 0  # noqa: E731
-        found[block[: block.index("'")]] = {
-            "registers": number(r"Used (\d+) registers"),
-            "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-            "stack_bytes": number(r"(\d+) bytes stack frame"),
-            "shared_bytes": number(r"(\d+) bytes smem"),
-        }
-    return found

@@ -173,10 +173,6 @@ class Buffer:
     def nbytes(self) -> int:
         return self.numel() * self.dtype.itemsize
 
-    def is_contiguous(self) -> bool:
-        """Return whether the values lie one behind another."""
-        return self.strides == _contiguous(self.shape) or any(n < 2 for n in self.shape) and self.numel() < 2
-
     def __getitem__(self, rows: slice) -> Buffer:
         """Return some rows: a slice without a step."""
         first, last, _ = rows.indices(self.shape[0])
@@ -295,8 +291,8 @@ class Call:
         results = result if isinstance(result, tuple) else (result,)
         first = self._buffers[self._inputs[0]]
         for b, model in zip(results, like or [first] * len(results)):
-            if b is not None and model is not None and model.is_contiguous():
-                if (model.shape, model.dtype) == (b.shape, b.dtype):
+            if b is not None and model is not None:
+                if (model.shape, model.strides, model.dtype) == (b.shape, b.strides, b.dtype):
                     self._like[b.number] = model.number
         self._result = tuple(0 if b is None else b.number for b in results)
 

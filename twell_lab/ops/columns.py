@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core import InputError
 from ..cuda.launch import Buffer, Call, Entry, Source, sixteen_bits, value
 from .listed import plain_or_gated
 from .survivors import Survivors
@@ -74,7 +73,7 @@ def by_column(
 ) -> Columns:
     """Sort the survivors s, whose values are of `dtype`, with dh float32 [capacity], by neuron.
 
-    pieces: how many pieces the longest lists may be cut into, together. Raises InputError for too many tokens."""
+    pieces: how many pieces the longest lists may be cut into, together."""
     tokens, macros = len(s.spans), value(dtype)
     chunks, rows = _chunks(tokens, d_ff)
     shapes = [(len(s.words), 4), (d_ff + 1,), (d_ff,), (pieces, 2), (d_ff,), (_PLAN_INTS,)]
@@ -96,8 +95,6 @@ def _chunks(tokens: int, d_ff: int) -> tuple[int, int]:
     """Return (chunks, rows of a chunk) for counting the survivors."""
     chunks = max(1, min(_MOST_CHUNKS, _COUNTS // d_ff))
     rows = max(_LEAST_ROWS, -(-tokens // chunks))
-    if rows > 65535:
-        raise InputError(f"there are {tokens} tokens; at most {chunks * 65535} are accepted at once for d_ff {d_ff}")
     return -(-tokens // rows), rows
 
 

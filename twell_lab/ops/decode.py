@@ -127,7 +127,7 @@ def decode(
     (d_ff, d_model), tokens = up.shape, len(x)
     rows = decode_tokens(tokens)
     shape = decode_shape(rows, d_ff, call.capability, call.units)
-    macros, shared = specialisation(x.dtype, d_model, rows, shape, acts.macros)
+    macros, shared = specialisation(x.dtype, d_model, rows, shape, activation(acts.kind, acts.both))
     neurons, shared = (_BAND * shape[0], shared) if version > 1 else (_BAND, 0)
     tiles, columns = -(-d_ff // _BAND), dict(macros).get("DOWN_LANES", 32) * 8  # of y, those of a block of decode_down
     values = call.empty(tokens, tiles * _BAND, dtype=torch.float32)

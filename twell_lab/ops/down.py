@@ -57,9 +57,14 @@ def walk_builds(dtype: torch.dtype, widths: Sequence[int], more: Sequence[Macros
     return [(*macros, *extra) for extra in more for macros in (*row_builds(dtype, widths), any_width(dtype))]
 
 
+def short_rows(dtype: torch.dtype, widths: Sequence[int], capability=(9, 0), teams=(1,)) -> list[Macros]:
+    """List each width of 16-bit values (Source.builds), for so many teams each."""
+    return row_builds(dtype, widths, teams) if dtype.itemsize == 2 else []
+
+
 def pool_builds(dtype: torch.dtype, widths: Sequence[int], teams: Sequence[int] = (1, TEAMS)) -> list[Macros]:
-    """List each width of 16-bit values, with a pool (Source.builds)."""
-    return [(*macros, ("POOL", True)) for macros in row_builds(dtype, widths, teams)] if dtype.itemsize == 2 else []
+    """List what `short_rows` lists, with a pool."""
+    return [(*macros, ("POOL", True)) for macros in short_rows(dtype, widths, teams=teams)]
 
 
 def team_threads(macros: dict) -> int:

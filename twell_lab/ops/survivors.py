@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cuda.launch import Entry, Macros, Source
+from ..cuda.launch import Entry, Source
 from ..formats.twell import fires
-from .down import pooled_takes, specialisation
+from .down import pooled_takes, short_rows, specialisation
 
 MOST_COLUMNS = 65536  # a word has 16 bits for the column
 TOKEN_ENTRIES, NEURON_ENTRIES = 128, 16  # entries of the list, for each token and for each neuron
 HEAVY = 256  # a row with more entries is walked by many warps
 _MOST_ENTRIES = 2**31 - 2
 _BLOCK_ROWS, _PLACE_THREADS = 16, 1024
-
-
-def rows_of_widths(dtype: torch.dtype, widths: Sequence[int], capability: tuple[int, int]) -> list[Macros]:
-    """List the macros of each width that the row kernels of a training step take (Source.builds)."""
-    return [specialisation(dtype, width) for width in sorted(set(widths)) if pooled_takes(dtype, width)]
 
 
 SURVIVORS = Source(
@@ -31,7 +25,7 @@ SURVIVORS = Source(
         "survivor_places_v2": Entry(_PLACE_THREADS, "pppiiii"),
         "survivor_words_v2": Entry(32 * _BLOCK_ROWS, "pppppppppiii"),
     },
-    builds=rows_of_widths,
+    builds=short_rows,
     constants=(("BLOCK_ROWS", _BLOCK_ROWS), ("PLACE_THREADS", _PLACE_THREADS), ("HEAVY", HEAVY)),
 )
 
@@ -107,12 +101,9 @@ def reference(gate: Tensor, lost: Tensor, capacity: int) -> Survivors:
     words = torch.zeros(capacity, dtype=torch.int32, device=gate.device)
     words[: len(rows)] = gate[rows, columns].view(torch.int16).to(torch.int32) << 16 | columns.to(torch.int32)
     numbers = torch.zeros(len(gate) + 2, dtype=torch.int32, device=gate.device)
-    for some, listed in ((lost, numbers), (counts > HEAVY, None)):
-        found = torch.cat([some.sum()[None], some.nonzero()[:, 0]]).to(torch.int32)
-        if listed is None:
-            numbers[len(numbers) - len(found) :] = found.flip(0)
-        else:
-            listed[: len(found)] = found
+    numbered = lambda some: torch.cat([some.sum()[None], some.nonzero()[:, 0]]).to(torch.int32)  # noqa: E731
+    of_lost, of_heavy = numbered(lost), numbered(counts > HEAVY)
+    numbers[: len(of_lost)], numbers[len(numbers) - len(of_heavy) :] = of_lost, of_heavy.flip(0)
     l1 = torch.where(keep, gate, 0).double().sum(1).float()
     return Survivors(torch.stack([starts, counts], 1), words, None, numbers, counts, l1)
 

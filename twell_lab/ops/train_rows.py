@@ -13,8 +13,8 @@ from torch.nn.functional import linear
 
 from ..cuda.launch import VALUE, Buffer, Call, Entry, Macros, Source, sixteen_bits, value
 from ..formats.twell import fires
-from .down import specialisation
-from .survivors import HEAVY, Survivors, rows_of_widths
+from .down import short_rows, specialisation
+from .survivors import HEAVY, Survivors
 
 _VECTOR = 8  # values in 16 bytes
 _BLOCK_WARPS = 4
@@ -30,7 +30,7 @@ def _slab_macros(dtype: torch.dtype, d_model: int, shape: tuple[int, int]) -> Ma
 
 
 def _slab_builds(dtype: torch.dtype, widths: Sequence[int], capability: tuple[int, int]) -> list[Macros]:
-    taken = [dict(macros)["D_MODEL"] for macros in rows_of_widths(dtype, widths, capability)]
+    taken = [dict(macros)["D_MODEL"] for macros in short_rows(dtype, widths)]
     return [_slab_macros(dtype, width, shape) for width in taken for shape in dict.fromkeys(_SHAPES.values())]
 
 
@@ -45,7 +45,7 @@ ROWS = Source(
         "hidden_gradient_v1": Entry(_row_threads, "ppppppp"),
         "input_gradient_v1": Entry(_row_threads, "ppppppp"),
     },
-    builds=rows_of_widths,
+    builds=short_rows,
     constants=(("HEAVY", HEAVY),),
 )
 TRANSPOSE = Source(
