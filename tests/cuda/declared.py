@@ -6,8 +6,6 @@ import re
 import struct
 from functools import cache
 
-import torch
-
 from twell_lab.cuda import compile as compiler
 from twell_lab.cuda.launch import Macros, Source
 from twell_lab.ops import kernels
@@ -28,7 +26,7 @@ def usual() -> list[tuple[str, str, Macros]]:
     for one in kernels.sources().values():
         target = "sm_90a" if one.alone else "sm_80"
         for entry in one.entries:
-            macros = kernels.usual_macros(one, entry, torch.bfloat16, 2048, {})
+            _, _, macros = kernels.choose(f"{one.name}.{entry}", {})
             builds[one.name, target, tuple(sorted(macros.items()))] = None
     return list(builds)
 

@@ -3,10 +3,9 @@
     weight = BlockOperand(to_bsr(w, 32))    # sparsities.blocks.to_bsr; checked once
     y = weight(x)                           # for many products
 
-x [tokens, in] and y [tokens, out] lie as every other layer has them, and nothing is turned. (A product W B with a dense
-B [in, n] is this with x = B^T.) torch's own product of the same tensor, `F.linear(x, to_bsr(w, 32))`, runs Triton
-kernels. Blocks that are not stored are skipped: their zeros times an infinity in x add nothing. Nothing waits for the
-GPU; CPU tensors are computed by torch."""
+x [tokens, in] and y [tokens, out] lie as every other layer has them, and nothing is turned. torch's own product of the
+same tensor, `F.linear(x, to_bsr(w, 32))`, runs Triton kernels. Blocks that are not stored are skipped: their zeros
+times an infinity in x add nothing. CPU tensors are computed by torch."""
 
 from __future__ import annotations
 
@@ -82,14 +81,9 @@ class BlockOperand:
     a product does not. The weight's tensors are not copied, and their indices not to be changed afterwards; no gradient
     goes to its values.
 
-    Args:
-        weight: of layout torch.sparse_bsr, of bfloat16 or float16, with blocks of multiples of 16 up to 128
-            (`sparsities.blocks.to_bsr`).
-
-    Raises:
-        InputError: for anything else, for indices out of range and for a block that is stored twice.
-        DeviceError: for a GPU older than compute capability 8.0.
-    """
+    weight: of layout torch.sparse_bsr, of bfloat16 or float16, with blocks of multiples of 16 up to 128
+    (`sparsities.blocks.to_bsr`). Raises InputError for anything else, for indices out of range and for a block that is
+    stored twice, DeviceError for a GPU older than compute capability 8.0."""
 
     def __init__(self, weight: Tensor) -> None:
         if not isinstance(weight, Tensor) or weight.layout != torch.sparse_bsr or weight.dim() != 2:

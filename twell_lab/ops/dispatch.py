@@ -9,11 +9,9 @@ Three paths compute the same function:
 Each runs on the best kernels that take the call: `sm90_` (Hopper), the decode kernels for few tokens, or, after torch's
 own gate GEMM, the kernels that list or pack its values.
 
-A tile that holds more values than it has words for puts the rest into a pool that 16 rows share; a row that the pool
-cannot hold, or that has more than HEAVY values, is finished by `down_rows` from the dense weights. So overflow costs
-time for that row, never a value, and the host does not learn of it.
-
-What runs depends on the layouts of the tensors alone. So it is decided, and its launches are written, once for each
+A row that the pool of a packed gate (ops.gate_pack) cannot hold, or that has more than HEAVY values, is finished by
+`down_rows` from the dense weights. So overflow costs time for that row, never a value, and the host does not learn of
+it. What runs depends on the layouts of the tensors alone. So it is decided, and its launches are written, once for each
 (`_prepared`); all layers of a shape share them."""
 
 from __future__ import annotations
@@ -94,19 +92,15 @@ def _prepared(
     # is not finite shows in every neuron, which its packed row does not say.
     if acts.falls_back and (gate is None or len(rows) > decode.MOST_TOKENS):
         return _dense(device, x, weights, acts)
-    if acts == RELU and usual and lies and _takes_packed(call, *given):
+    large = len(rows) >= LEAST_PACKED and down.pooled_takes(rows.dtype, rows.shape[1])
+    packs = large and gate_pack.takes_sm90(call.capability, rows, up if gate is None else gate)
+    if acts == RELU and usual and lies and packs and gate_up.takes(call.capability, rows, up, down_.t()):
         call.returns(_packed(call, *given, hot=hot))
         return call
     return _after_gate(device, x, weights, tile, words, acts)
 
 
 # ---- the packed path on Hopper
-
-
-def _takes_packed(call: Call, x, gate, up, down_, gate_bias, up_bias, down_bias) -> bool:
-    first, gpu = up if gate is None else gate, call.capability
-    sizes = len(x) >= LEAST_PACKED and down.pooled_takes(x.dtype, x.shape[1])
-    return sizes and gate_pack.takes_sm90(gpu, x, first) and gate_up.takes(gpu, x, up, down_.t())
 
 
 def _packed(call: Call, x, gate, up, down_, gate_bias, up_bias, down_bias, hot: int, packs=gate_pack.gate_pack_sm90):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from functools import cache
@@ -153,20 +153,10 @@ def choose(name: str, macros: dict[str, object]) -> tuple[Source, str, dict[str,
     source = having[0]
     words = set(re.findall(r"\w+", " ".join(compiler.with_headers(source.file).values())))
     dtype = next((dtype for dtype, macro in VALUE.items() if macro in macros), torch.bfloat16)
-    usual = usual_macros(source, entry, dtype, int(macros.get("D_MODEL", 2048)), macros)
+    builds = source.builds(dtype, [int(macros.get("D_MODEL", 2048))], max(source.oldest, (9, 0)))
+    agreeing = (build for build in map(dict, builds) if all(build.get(k, v) == v for k, v in macros.items()))
+    usual = next((build for build in agreeing if entry in source.entries_of(build)), None)
+    usual = {VALUE[dtype]: True} if usual is None else dict(source.macros(tuple(usual.items())))
     if unknown := sorted(set(macros) - words - set(usual)):
         raise InputError(f"{source.file} and its headers know no macro {unknown[0]!r:.80}; accepted: one they do")
     return source, entry, {**usual, **macros}
-
-
-def usual_macros(
-    source: Source, entry: str, dtype: torch.dtype, width: int, given: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the macros of the first build of a source that agrees with `given` and has this entry."""
-    found = source.builds(dtype, [width], max(source.oldest, (9, 0)))
-    fits = [
-        macros
-        for macros in map(dict, found)
-        if all(macros.get(k, v) == v for k, v in given.items()) and entry in source.entries_of(macros)
-    ]
-    return dict(source.macros(tuple(fits[0].items()))) if fits else {VALUE[dtype]: True}
