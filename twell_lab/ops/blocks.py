@@ -108,11 +108,6 @@ class BlockOperand:
         self.pointer, self.column = pointer.int(), column.int()
         self.order = counts.argsort(descending=True, stable=True).int()
 
-    @property
-    def nnz(self) -> int:
-        """Return how many blocks are stored."""
-        return len(self.values)
-
     def __call__(self, x: Tensor, bias: Tensor | None = None, version: int | None = None) -> Tensor:
         """Return y [..., out] = x [..., in] W^T + bias [out], in x's dtype; sums in float32.
 

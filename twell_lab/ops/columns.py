@@ -52,7 +52,6 @@ GRADIENTS = Source(
     builds=plain_or_gated,
     constants=(*_SHARED, ("LAUNCH_SLAB", _WIDTH)),
 )
-Gradients = tuple[Any, Any, Any, Any, Any]
 
 
 class Columns(NamedTuple):
@@ -100,7 +99,7 @@ def _chunks(tokens: int, d_ff: int) -> tuple[int, int]:
 
 def weight_gradients(
     call: Call, x: Buffer, dy: Buffer, s: Survivors, dh: Buffer, d_ff: int, biases: bool, version: int = 2
-) -> Gradients:
+) -> tuple:
     """Compute (dgate, dup, ddown_t, dgate_bias, dup_bias), of x's dtype: [d_ff, d_model], the biases' [d_ff].
 
     x, dy: [tokens, d_model], 16-bit, rows of a multiple of 8 values; s: the survivors of x; dh: float32 [capacity], the

@@ -9,8 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..core import InputError
-from ..cuda.launch import SHARED_BY_DEFAULT, Buffer, Call, Entry, Layout, Macros, Source, aligned, value
+from ..cuda.launch import SHARED_BY_DEFAULT, Buffer, Entry, Layout, Macros, Source, aligned, value
 from .activation import ACTIVATIONS, RELU, Activation, activation, rounded
 from .reference import gated_ffn, plain_ffn
 
@@ -33,16 +32,15 @@ def decode_tokens(tokens: int) -> int:
 
 
 def decode_shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
-    """Return BANDS, BLOCK_WARPS, STAGES, BK and RESIDENT for `rows` tokens, as `decode_tokens` gives them.
-
-    From 17 tokens on a multiprocessor holds one block, and reading the weights and x takes most of the time. So a block
-    has three bands or two, whichever leaves the busiest multiprocessor less to read."""
+    """Return BANDS, BLOCK_WARPS, STAGES, BK and RESIDENT for `rows` tokens, as `decode_tokens` gives them."""
     shape = _SHAPES[rows]
     if capability[0] not in (9, 10):
         return _SMALLER.get(rows, shape)
     if rows <= 16:
         return shape
 
+    # A multiprocessor then holds one block, and reading the weights and x takes most of the time. So a block has three
+    # bands or two, whichever leaves the busiest multiprocessor less to read.
     def busiest(bands: int) -> int:
         return -(-d_ff // (_BAND * bands * multiprocessors)) * (_BAND * bands + rows)
 
@@ -53,8 +51,7 @@ def decode_shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocess
 def specialisation(
     dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...], acts: Macros = ()
 ) -> tuple[Macros, int]:
-    """Return (macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens and a shape from
-    `decode_shape`. acts: the macros of the activation."""
+    """Return (macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens in this shape."""
     bands, warps, stages, step, _ = shape
     padded, neurons = -(-rows // 8) * 8, bands * _BAND
     shared = warps * max(stages * (neurons + rows) * step * 2, padded * (neurons + 4) * 4)
@@ -62,16 +59,14 @@ def specialisation(
     if acts and rows in _DOWN_LANES:
         macros += (("DOWN_LANES", _DOWN_LANES[rows]),)
     macros += (("LAUNCH_SHARED", shared),)
-    if shared > SHARED_BY_DEFAULT - 16 * 1024:
-        # With the kernel's static shared memory this is more than a launch gets without permission. A number above
-        # SHARED_BY_DEFAULT makes the launch ask for it.
-        shared = max(shared, SHARED_BY_DEFAULT + 16)
-    return macros, shared
+    # With the kernel's static shared memory this may be more than a launch gets without permission. A number above
+    # SHARED_BY_DEFAULT makes the launch ask for it.
+    return macros, max(shared, SHARED_BY_DEFAULT + 16) if shared > SHARED_BY_DEFAULT - 16 * 1024 else shared
 
 
 def _builds(dtype: torch.dtype, widths, capability: tuple[int, int]) -> list[Macros]:
-    """List each width and number of tokens, in every shape that `decode_shape` returns for some GPU; and for the other
-    activations in those for this one."""
+    """List each width and number of tokens, in the shapes of every GPU; and for the other activations in those of this
+    one."""
     if dtype.itemsize != 2:
         return []
     wide = [(rows, (bands, *_SHAPES[rows][1:])) for rows in (32, 64) for bands in (2, 3)]
@@ -107,23 +102,12 @@ def takes(capability: tuple[int, int], x: Buffer | Layout, up: Buffer | Layout) 
 
 
 def decode(
-    call: Call,
-    x: Buffer,
-    gate: Buffer | None,
-    up: Buffer,
-    down_t: Buffer,
-    gate_bias: Buffer | None = None,
-    up_bias: Buffer | None = None,
-    down_bias: Buffer | None = None,
-    version: int = VERSIONS[-1],
-    acts: Activation = RELU,
+    call, x, gate, up, down_t, gate_bias=None, up_bias=None, down_bias=None, version=2, acts: Activation = RELU
 ) -> Buffer:
     """Add a sparse feed-forward layer for few tokens: x [tokens, d_model] -> y [tokens, d_model]; see `takes`.
 
     gate, up, down_t: [d_ff, d_model]; gate None for a plain layer, act(x up^T + up_bias) down^T + down_bias.
     version: 1 or 2. acts: what fires."""
-    if version not in VERSIONS:
-        raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
     (d_ff, d_model), tokens = up.shape, len(x)
     rows = decode_tokens(tokens)
     shape = decode_shape(rows, d_ff, call.capability, call.units)

@@ -1,17 +1,16 @@
 """finish_lost: the rows of y that the packed path lost, computed densely (kernels/sm90_gate_up.cu, sm90_down_rows.cu).
 
 Lost are rows that the pool could not hold, and those with many kept values (ops/gated.py). Few of the latter are
-computed from their kept values instead, shared among all blocks (kernels/few_rows.cuh). Compute capability 9.0
-alone."""
+computed from their kept values instead, shared among all blocks (kernels/few_rows.cuh). Hopper alone."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ..cuda.launch import Call, Entry, Source, sixteen_bits, value
 from ..cuda.tma import matrix_map
+from . import down
 from .gate_pack import BK, BM, CLUSTER, CONSUMERS, THREADS
 from .gate_up import ROWS_OUT, SHARED, launch_gate_up, whole_grid
 from .gate_up import reference as hidden_of
@@ -40,8 +39,7 @@ def finish_lost(
     of rows; start: float32 [tokens, d_model] or None; y: [tokens, d_model], contiguous. packed, pool: the gate of all
     tokens, as `gated_pooled` takes it: with it, few rows that the pool holds are computed from their kept values, and
     not densely. The host does not know how many rows are lost: there are two launches for each CHUNK tokens, which end
-    at once where nothing is lost. For what gate_up's `takes` says of lost_x,
-    gate, up, down_t and the biases."""
+    at once where nothing is lost. For what gate_up's `takes` says of lost_x, gate, up, down_t and the biases."""
     (tokens, d_model), d_ff, dtype = lost_x.shape, len(up), up.dtype
     if not tokens:
         return
@@ -62,5 +60,4 @@ def finish_lost(
 
 def reference(x, gate, up, gate_bias, up_bias, down_t, down_bias, start=None) -> Tensor:
     """Return what `finish_lost` computes, for all rows, from torch's operations."""
-    y = linear(hidden_of(x, gate, up, gate_bias, up_bias), down_t.t(), down_bias)
-    return y if start is None else (y.to(start.dtype) + start).to(y.dtype)
+    return down.reference(hidden_of(x, gate, up, gate_bias, up_bias), down_t, down_bias, start)

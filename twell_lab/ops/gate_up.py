@@ -86,9 +86,7 @@ def launch_gate_up(
     call.launch(kernel, grid, *maps, *biases, lost, *numbers, *apart_rows)
 
 
-def reference(
-    x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
-) -> Tensor:
+def reference(x: Tensor, gate: Tensor | None, up: Tensor, gate_bias=None, up_bias=None) -> Tensor:
     """Return what `gate_up` computes, from torch's operations."""
     u = linear(x, up, up_bias)
     return torch.relu(u) if gate is None else torch.relu(linear(x, gate, gate_bias)) * u

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Source, aligned, value
 from .down import SLAB, launch_rows, row_entry, walk_builds
+from .gate_pack import most_shared
 from .pack import signs
 
 # ---- products
@@ -35,13 +36,12 @@ MOST_TOKENS = 65535 * _FEW  # blocks along y of a grid, of the smallest tile
 # Rows and columns of a tile, bytes of a step, parts of the pipeline; by how many tokens a tile is for.
 TILES = {"few": (16, 32, 128, 8), "some": (64, 64, 128, 4), "many": (128, 256, 64, 4)}
 _LONGER = (128, 256, 128, 3)  # "many" with half as many barriers, where a block may have that much shared memory
-_LONGER_ON = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}  # GPUs of 163 KiB a block and more; others have 99
 
 
 @lru_cache
 def _macros(dtype: torch.dtype, gated: bool, tile: str, capability: tuple[int, int]) -> tuple[Macros, int]:
     """The macros for a tile of TILES, and its bytes of dynamic shared memory; gated: of two weights at once."""
-    sizes = _LONGER if tile == "many" and capability in _LONGER_ON else TILES[tile]
+    sizes = _LONGER if tile == "many" and most_shared(capability) > 128 * 1024 else TILES[tile]
     rows, columns, step, stages = sizes
     shared = stages * (rows + columns) * step
     named = zip(("BM", "BN", "BK", "STAGES", "LAUNCH_SHARED"), (*sizes, shared))

@@ -37,9 +37,7 @@ def sources() -> dict[str, Source]:
     return {source.name: source for source in found}
 
 
-def builds(
-    capability: tuple[int, int], dtypes: Sequence[torch.dtype], widths: Sequence[int]
-) -> list[tuple[Source, str, Macros]]:
+def builds(capability: tuple[int, int], dtypes, widths: Sequence[int]) -> list[tuple[Source, str, Macros]]:
     """List each (source, target, macros) that may be launched on a GPU of this capability, for these types of values
     and widths of rows; target: such as "sm_90"."""
     found = (
@@ -78,18 +76,13 @@ def kernel(name: str, **macros: object) -> cupy.RawKernel:
     needs `.max_dynamic_shared_size_bytes` to be set. Nothing is checked at a launch; `twell_lab.simulator` runs the
     portable ones under watch.
 
-    Args:
-        name: an entry such as "gated_v2"; where several sources have it, with the source before it, as in
-            "sm80_gate_pack.gate_pack_v3".
-        macros: what it is compiled with, True for a macro without a value: VALUE_FP16=True, D_MODEL=4096. What is left
-            out is as the library has it for bfloat16 and rows of 2048.
+    name: an entry such as "gated_v2"; where several sources have it, with the source before it, as in
+    "sm80_gate_pack.gate_pack_v3". macros: what it is compiled with, True for a macro without a value: VALUE_FP16=True,
+    D_MODEL=4096. What is left out is as the library has it for bfloat16 and rows of 2048.
 
-    Raises:
-        InputError: for a name that no source has, or that several have, and for a macro that the source does not know.
-        StackError: without CuPy, or with one that does not match torch.
-        DeviceError: without a GPU, or on one that does not run this kernel.
-        CompileError: where the macros do not fit the source.
-    """
+    Raises InputError for a name that no source has, or that several have, and for a macro that the source does not
+    know; StackError without CuPy, or with one that does not match torch; DeviceError without a GPU, or on one that does
+    not run this kernel; CompileError where the macros do not fit the source."""
     source, entry, defines = choose(name, macros)
     core.check_stack()
     core.let_cupy_start()
@@ -133,9 +126,7 @@ def describe(name: str, **macros: object) -> str:
 
 
 def choose(name: str, macros: dict[str, object]) -> tuple[Source, str, dict[str, object]]:
-    """Find (source, entry, all macros) for the name and the macros that `kernel` was given.
-
-    Raises InputError for a name that no source has, or that several have, and for a macro that it does not know."""
+    """Find (source, entry, all macros) for the name and the macros that `kernel` was given; InputError as there."""
     if not isinstance(name, str):
         raise InputError(f"name is a {type(name).__name__}; the name of a kernel, such as 'gated_v2', is accepted")
     file, _, entry = name.rpartition(".")
@@ -143,10 +134,8 @@ def choose(name: str, macros: dict[str, object]) -> tuple[Source, str, dict[str,
     if not having:
         known = sorted({entry for source in sources().values() for entry in source.entries})
         near = [one for one in known if entry and one.startswith(entry)] or get_close_matches(entry, known, 4)
-        others = f"docs/kernels/README.md lists all {len(known)}"
-        raise InputError(
-            f"no kernel is called {name!r:.80}; accepted: {', '.join(near[:4]) or 'one that is'}; {others}"
-        )
+        near = f"{', '.join(near[:4]) or 'one that is'}; docs/kernels/README.md lists all {len(known)}"
+        raise InputError(f"no kernel is called {name!r:.80}; accepted: {near}")
     if len(having) > 1:
         names = " or ".join(f"{source.name}.{entry}" for source in having)
         raise InputError(f"{name} is in several sources; {names} is accepted")

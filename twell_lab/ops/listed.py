@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..core import InputError
 from ..cuda.launch import Buffer, Call, Entry, Macros, Source, aligned, sixteen_bits
 from .reference import gated, relu
 
@@ -61,8 +60,6 @@ def listed(call: Call, x, gate, up, down_t, up_bias, down_bias, version: int | N
     x: [tokens, d_model]; gate: [tokens, d_ff], what the activation is applied to; up, down_t: [d_ff, d_model]; up None
     for a plain layer, y = g down_t + down_bias. All contiguous, and as `takes` says. version: 1 (a block a token, any
     number of tokens) or 2, the default (tokens for which many neurons fire are shared among all blocks)."""
-    if version not in (None, 1, 2):
-        raise InputError(f"version is {version}; 1 and 2 are accepted")
     (tokens, d_model), d_ff = x.shape, down_t.shape[0]
     y = call.empty(tokens, d_model, dtype=x.dtype)
     macros, tensors = plain_or_gated(x.dtype)[up is None], (x, gate, up, down_t, up_bias, down_bias, y)

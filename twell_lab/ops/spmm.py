@@ -143,11 +143,6 @@ class SparseOperand:
         order = counts.argsort(descending=True, stable=True).int()
         self._parts = where.contiguous(), a.column.int().contiguous(), a.value.detach().contiguous(), order
 
-    @property
-    def nnz(self) -> int:
-        """Return how many entries are stored."""
-        return len(self._list[0])
-
     def versions(self, b: Tensor) -> tuple[int, ...]:
         """Return the versions of the kernel that take this B: from 3 on n has to be a whole number of 16 bytes, and B
         to lie on a 16-byte boundary."""

@@ -8,14 +8,12 @@ survivors' columns, gate values and up values (ops.survivors). Every gradient is
   dx = dg gate + du up                    rows of the weights, per token
   dgate = dg^T x,  dup = du^T x,  ddown = dy^T h     rows of x and dy, per neuron: through a sparse transpose
 
-A tile that holds more values than it has words for puts the rest into the pool (ops.gate_pack). A row that the pool or
-the compact form cannot hold is lost (ops.survivors says when): it is computed from the dense weights, on the device and
-exactly (ops.train_lost). Method: arXiv 2603.23198, section 3.3 (there with a fixed number of entries for each row, and
-a dense tail for what exceeds it). On a CPU, for float32 and for shapes that the kernels do not take, the gate is
-computed again in the backward pass, by torch's operations.
+A row that the pool of the packed gate (ops.gate_pack) or the compact form cannot hold is lost (ops.survivors): it is
+computed from the dense weights, on the device and exactly (ops.train_lost). Method: arXiv 2603.23198, section 3.3
+(there with a fixed number of entries for each row, and a dense tail for what exceeds it). On a CPU, for float32 and for
+shapes that the kernels do not take, the gate is computed again in the backward pass, by torch's operations.
 
-"dense" computes all neurons by torch's products, with one kernel between them in each direction (ops.train_dense).
-"""
+"dense" computes all neurons by torch's products, with one kernel between them in each direction (ops.train_dense)."""
 
 from __future__ import annotations
 
@@ -54,15 +52,7 @@ _library.define(f"train_backward(Tensor dy, Tensor? dl1, {_LAYER}, {_SAVED}, str
 
 
 def train_ffn(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *,
-    path: str = "twell",
+    x: Tensor, gate, up: Tensor, down: Tensor, gate_bias=None, up_bias=None, down_bias=None, *, path: str = "twell"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one feed-forward layer with gradients: (y, l1, kept).
 
@@ -90,8 +80,7 @@ def train(x: Tensor, *weights: Tensor | None, path: str) -> tuple[Tensor, Tensor
 
 def counts(facts: Tensor, tokens: int) -> tuple[Tensor, Tensor | None]:
     """Return how many neurons fired, int32 [tokens], and how many tokens did not fit into the compact form, a scalar or
-    None, from the facts of so many tokens: `kept` of Survivors, behind which all but l1 lies where there is a compact
-    form. Those who do not ask are spared these views, each of which costs the host as much as a launch."""
+    None, from the facts of so many tokens. Who does not ask is spared these views, as dear to the host as a launch."""
     return facts[:tokens], facts[lie(4 * tokens)[1] // 4] if len(facts) > tokens else None
 
 
@@ -301,15 +290,13 @@ def _there(like: Tensor, tensors) -> list[Tensor]:
     return [like.new_empty(0) if t is None else t for t in tensors]
 
 
-@torch.library.impl(_library, "train", "CPU")
-@torch.library.impl(_library, "train", "CUDA")
+@torch.library.impl(_library, "train", "CompositeExplicitAutograd")
 def _operator(*arguments):
     *layer, path = arguments
     return tuple(_there(layer[0], _step(path, *layer).forward(*layer)))
 
 
-@torch.library.impl(_library, "train_backward", "CPU")
-@torch.library.impl(_library, "train_backward", "CUDA")
+@torch.library.impl(_library, "train_backward", "CompositeExplicitAutograd")
 def _backward_operator(dy, dl1, *arguments):
     *layer, facts, first, second, path = arguments
     saved = (t if t.numel() else None for t in (first, second))

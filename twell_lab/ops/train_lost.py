@@ -51,10 +51,7 @@ TENSOR = Source(
         "lost_weight_products_v1": Entry(256, "ppppppppppppiii"),
     },
     builds=sixteen_bits,
-    constants=(
-        *(("NEURONS", _TILE_NEURONS), ("RESIDENT", _RESIDENT), ("SHARED_BYTES", _SHARED)),
-        ("LAUNCH_TILE", _TILE),
-    ),
+    constants=(("NEURONS", _TILE_NEURONS), ("RESIDENT", _RESIDENT), ("SHARED_BYTES", _SHARED), ("LAUNCH_TILE", _TILE)),
     oldest=(8, 0),
 )
 

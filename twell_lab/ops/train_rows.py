@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from ..cuda.launch import VALUE, Buffer, Call, Entry, Macros, Source, sixteen_bits, value
 from ..formats.twell import fires
-from .down import short_rows, specialisation
+from .down import short_rows, specialisation, team_threads
 from .survivors import HEAVY, Survivors
 
 _VECTOR = 8  # values in 16 bytes
@@ -34,25 +34,18 @@ def _slab_builds(dtype: torch.dtype, widths: Sequence[int], capability: tuple[in
     return [_slab_macros(dtype, width, shape) for width in taken for shape in dict.fromkeys(_SHAPES.values())]
 
 
-def _row_threads(macros: dict) -> int:
-    return 32 * macros["WARPS"]
-
-
 ROWS = Source(
     "smxx_train_rows",
     {
-        "weighted_rows_v1": Entry(_row_threads, "pppppp"),
-        "hidden_gradient_v1": Entry(_row_threads, "ppppppp"),
-        "input_gradient_v1": Entry(_row_threads, "ppppppp"),
+        "weighted_rows_v1": Entry(team_threads, "pppppp"),
+        "hidden_gradient_v1": Entry(team_threads, "ppppppp"),
+        "input_gradient_v1": Entry(team_threads, "ppppppp"),
     },
     builds=short_rows,
     constants=(("HEAVY", HEAVY),),
 )
 TRANSPOSE = Source(
-    "smxx_transpose",
-    {"transpose_v1": Entry(256, "ppii")},
-    builds=sixteen_bits,
-    constants=(("SIDE", _SIDE), ("THREADS", 256)),
+    "smxx_transpose", {"transpose_v1": Entry(256, "ppii")}, sixteen_bits, (("SIDE", _SIDE), ("THREADS", 256))
 )
 SLABS = Source(
     "smxx_train_slabs",
