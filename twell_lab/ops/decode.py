@@ -18,21 +18,15 @@ VERSIONS = (1, 2)
 TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
 _BAND, _DOWN_WARPS = 16, 16  # neurons of a band; warps of a block of decode_down
 _SIZES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros of the source
-# Their values, by `decode_tokens`:
+# Their values, by how many tokens a kernel is compiled for:
 _SHAPES = {1: (1, 8, 4, 64, 3), 8: (1, 8, 2, 64, 3), 16: (1, 8, 2, 64, 3), 32: (3, 8, 2, 64, 1), 64: (3, 8, 2, 32, 1)}
 _SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # the same on GPUs with 99 or 163 KiB of shared memory a block
-# Lanes of a row of down_t, by `decode_tokens`, for activations other than the ReLU, which may leave half of the neurons
-# firing.
+# Lanes of a row of down_t, for activations other than the ReLU, which may leave half of the neurons firing.
 _DOWN_LANES = {1: 4, 8: 8, 16: 16}
 
 
-def decode_tokens(tokens: int) -> int:
-    """Return the number of tokens that the decode kernel for this many tokens is compiled for."""
-    return 1 if tokens == 1 else 8 if tokens <= 8 else 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-
-
-def decode_shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
-    """Return BANDS, BLOCK_WARPS, STAGES, BK and RESIDENT for `rows` tokens, as `decode_tokens` gives them."""
+def _shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
+    """Return BANDS, BLOCK_WARPS, STAGES, BK and RESIDENT for at most `rows` tokens."""
     shape = _SHAPES[rows]
     if capability[0] not in (9, 10):
         return _SMALLER.get(rows, shape)
@@ -109,8 +103,8 @@ def decode(
     gate, up, down_t: [d_ff, d_model]; gate None for a plain layer, act(x up^T + up_bias) down^T + down_bias.
     version: 1 or 2. acts: what fires."""
     (d_ff, d_model), tokens = up.shape, len(x)
-    rows = decode_tokens(tokens)
-    shape = decode_shape(rows, d_ff, call.capability, call.units)
+    rows = next(most for most in _SHAPES if tokens <= most)
+    shape = _shape(rows, d_ff, call.capability, call.units)
     macros, shared = specialisation(x.dtype, d_model, rows, shape, activation(acts.kind, acts.both))
     neurons, shared = (_BAND * shape[0], shared) if version > 1 else (_BAND, 0)
     tiles, columns = -(-d_ff // _BAND), dict(macros).get("DOWN_LANES", 32) * 8  # of y, those of a block of decode_down

@@ -3,8 +3,7 @@
 Call these with float64 tensors to get the reference from which a kernel's error is measured. They sum over the
 neurons that fire, so that a value that would overflow inside a silent neuron does no harm; where an input row is
 not finite, they give what the dense layer gives. Weights: gate and up [d_ff, d_model],
-down [d_model, d_ff], as torch.nn.Linear stores them; x [tokens, d_model]; biases may be None.
-"""
+down [d_model, d_ff], as torch.nn.Linear stores them; x [tokens, d_model]; biases may be None."""
 
 from __future__ import annotations
 
