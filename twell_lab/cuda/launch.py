@@ -280,9 +280,7 @@ class Call:
         self._inside |= {b.number: (memory.number, start) for b, start in zip(buffers, starts) if b is not None}
         return memory
 
-    def returns(
-        self, result: Buffer | tuple[Buffer | None, ...] | None, like: Sequence[Buffer | None] | None = None
-    ) -> None:
+    def returns(self, result: Buffer | tuple | None, like: Sequence[Buffer | None] | None = None) -> None:
         """Say what a run returns: buffers that the call allocates become tensors of their own; inputs are handed on.
 
         like: for each result, a contiguous input of its shape and type, or None: it gets as many dimensions as the

@@ -25,13 +25,9 @@ def plain_eager() -> bool:
 def transformed() -> bool:
     """Return whether the call is inside a transform that sees operations one by one: torch.func (vmap, grad, jvp),
     forward-mode gradients, torch.export, torch.jit.trace."""
-    return (
-        _transforms()
-        or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
-        or not torch.compiler.is_dynamo_compiling()
-        and _is_exporting()  # while it compiles, torch 2.11 says that it exports
-    )
+    # While it compiles, torch 2.11 says that it exports.
+    exporting = not torch.compiler.is_dynamo_compiling() and _is_exporting()
+    return _transforms() or forward_ad._current_level >= 0 or torch.jit.is_tracing() or exporting
 
 
 def watched(*tensors: Tensor | None) -> bool:

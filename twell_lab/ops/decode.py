@@ -42,9 +42,7 @@ def _shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: i
 
 
 @lru_cache(maxsize=1024)
-def specialisation(
-    dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...], acts: Macros = ()
-) -> tuple[Macros, int]:
+def specialisation(dtype: torch.dtype, d_model: int, rows: int, shape: tuple, acts: Macros = ()) -> tuple[Macros, int]:
     """Return (macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens in this shape."""
     bands, warps, stages, step, _ = shape
     padded, neurons = -(-rows // 8) * 8, bands * _BAND

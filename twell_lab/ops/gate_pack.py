@@ -187,11 +187,10 @@ def gate_pack_sm90(call: Call, x, gate, bias=None, lost=None, version: int | Non
     return packed, pool
 
 
-def dense_gate(call: Call, x: Buffer, gate: Buffer, bias: Buffer | None = None, store: bool = True) -> Buffer:
-    """Add the same main loop without packing, for checks -> the gate [tokens, d_ff]. store: False to time the main loop
-    alone; the result is then not written."""
+def dense_gate(call: Call, x: Buffer, gate: Buffer, bias: Buffer | None = None) -> Buffer:
+    """Add the same main loop without packing, for checks -> the gate [tokens, d_ff]."""
     out = call.empty(x.shape[0], gate.shape[0], dtype=x.dtype)
-    _launch(call, x, gate, bias, out if store else None, None, None, 0)
+    _launch(call, x, gate, bias, out, None, None, 0)
     return out
 
 

@@ -179,9 +179,7 @@ QUANTISE_ROWS = Source(
 )
 
 
-def quantise_rows(
-    call: Call, x: Buffer, kind: torch.dtype, padded: int = 0, version: int | None = None
-) -> tuple[Buffer, Buffer]:
+def quantise_rows(call: Call, x, kind: torch.dtype, padded: int = 0, version=None) -> tuple[Buffer, Buffer]:
     """Round the rows of x [rows, columns], contiguous: the bits of n rows of `kind` as int8 [n, columns], and float32
     scales [n], n the larger of rows and `padded`.
 

@@ -50,9 +50,7 @@ def builds(capability: tuple[int, int], dtypes, widths: Sequence[int]) -> list[t
     return list(dict.fromkeys(found))
 
 
-def prebuild(
-    folder: Path, architectures, dtypes, d_models, progress: Callable[[int, int, str], None] = lambda *_: None
-) -> list[str]:
+def prebuild(folder: Path, architectures, dtypes, d_models, progress: Callable = lambda *_: None) -> list[str]:
     """Compile every kernel for these architectures ("sm_90") into `folder`, for TWELL_LAB_CUBINS elsewhere; returns the
     cubins' names.
 

@@ -93,9 +93,7 @@ def multiplies(values: Layout | Buffer, b: Layout | Buffer, capability: tuple[in
     return fits and laid_out and values.shape[2] in HEIGHTS and capability >= OLDEST
 
 
-def product(
-    call: Call, counts: Buffer, columns: Buffer, values: Buffer, b: Buffer, rows: int, version: int = 2
-) -> Buffer:
+def product(call: Call, counts, columns, values, b, rows: int, version: int = 2) -> Buffer:
     """Multiply what `find` found of a [rows, width] with b [width, n]: a b [rows, n]; sums in float32."""
     (stripes, width, height), n = values.shape, b.shape[1]
     c = call.empty(rows, n, dtype=b.dtype)

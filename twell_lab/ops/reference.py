@@ -49,11 +49,9 @@ def relu(gate: Tensor) -> Tensor:
     return torch.where(fires(gate), gate, torch.zeros_like(gate))
 
 
-def gated_ffn(
-    x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, acts: Activation = RELU
-) -> Tensor:
+def gated_ffn(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, acts: Activation = RELU) -> Tensor:
     """(act(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd  [tokens, d_model]."""
-    return gated(x, linear(x, gate_weight, gate_bias), up_weight, down_weight, up_bias, down_bias, acts)
+    return gated(x, linear(x, gate, gate_bias), up, down, up_bias, down_bias, acts)
 
 
 def gated(x, gate, up_weight, down_weight, up_bias=None, down_bias=None, acts: Activation = RELU) -> Tensor:

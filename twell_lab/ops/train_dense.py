@@ -36,9 +36,7 @@ def dense_hidden(call: Call, g: Buffer, u: Buffer | None, version: int | None = 
     return h, l1, kept
 
 
-def dense_gradients(
-    call: Call, g: Buffer, u: Buffer | None, dh: Buffer, dl1: Buffer | None, version: int | None = None
-) -> tuple[Buffer, Buffer, Buffer | None]:
+def dense_gradients(call: Call, g: Buffer, u, dh: Buffer, dl1, version: int | None = None) -> tuple:
     """Compute (h, dg, du) from the gradient dh [tokens, d_ff] of h, and dl1 float32 [tokens] or None, that of
     dense_hidden's l1.
 
@@ -70,9 +68,7 @@ def hidden_reference(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     return h, h.abs().sum(1, dtype=torch.float64).to(wide(g)), keep.sum(1, dtype=torch.int32)
 
 
-def gradients_reference(
-    g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def gradients_reference(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None) -> tuple:
     """Return what `dense_gradients` computes, bit for bit."""
     active = torch.relu(g)
     h = active if u is None else active * u

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn.functional import linear
 
 from ..cuda.launch import VALUE, Buffer, Call, Entry, Macros, Source, sixteen_bits, value
@@ -83,9 +82,7 @@ def weighted_rows(call: Call, s: Survivors, down_t: Buffer, bias: Buffer | None,
     return y
 
 
-def hidden_gradient(
-    call: Call, dy: Buffer, s: Survivors, down_t: Buffer, dl1: Buffer | None, version: int = 2
-) -> Buffer:
+def hidden_gradient(call: Call, dy: Buffer, s: Survivors, down_t: Buffer, dl1, version: int = 2) -> Buffer:
     """Compute dh float32 [capacity] at the entries: dy [tokens, d_model] . down_t[column] + dl1 * sign(h); dl1: float32
     [tokens]."""
     dh = call.empty(len(s.words), dtype=torch.float32)
@@ -138,9 +135,7 @@ def _dots(call: Call, rows: Buffer, s: Survivors, matrix: Buffer, finish: str, m
         _run_slabs(call, finish, shape, rows, 0, (*listed, pieces, *more, *sizes, *order))
 
 
-def reference(
-    x: Tensor, gate, up: Tensor, down_t: Tensor, gate_bias, up_bias, down_bias, dy: Tensor, dl1, dtype: torch.dtype
-) -> tuple[Tensor | None, ...]:
+def reference(x, gate, up, down_t, gate_bias, up_bias, down_bias, dy, dl1, dtype: torch.dtype) -> tuple:
     """Return what a whole step computes, lost rows included, by torch's operations on all neurons, in the type of x: y,
     l1, kept, dx, dgate, dup, ddown_t, dgate_bias, dup_bias.
 
