@@ -28,6 +28,7 @@ from ..cuda.launch import Call, Layout, aligned, capability, layout, run
 from ..formats.twell import TILE, WORDS
 from . import decode, down, down_rows, down_sums, gate_pack, gate_up, gated, listed, pack
 from .activation import RELU, Activation
+from .checks import is_turned
 
 _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
@@ -52,19 +53,20 @@ def infer(
     x, gate, up, down, gate_bias, up_bias, down_bias, path: str, hot=0, tile=TILE, words=WORDS, acts: Activation = RELU
 ) -> Tensor:
     """Compute one layer on a GPU, without gradients: x [..., d_model] -> [..., d_model]. gate: None for a plain layer.
-
-    gate and up: contiguous [d_ff, d_model]; down: [d_model, d_ff], for all paths but "dense" stored transposed
-    (checks.is_turned). hot: with path "hot_cold" a multiple of 256. Nothing is checked."""
+    hot: with path "hot_cold" a multiple of 256. Nothing is checked."""
     if not x.numel():
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    x = x if x.is_contiguous() else x.contiguous()
-    weights = (gate, up, down, gate_bias, up_bias, down_bias)
+    if path != "dense" and not is_turned(down):
+        down = down.t().contiguous().t()
+    gate, up, *biases = (w if w is None else w.contiguous() for w in (gate, up, gate_bias, up_bias, down_bias))
+    x, weights = x.contiguous(), (gate, up, down, *biases)
     return _for(x, weights, path, hot, tile, words, acts)(x, *weights)
 
 
 def prepare(x: Tensor, weights: tuple, path: str, hot: int, tile: int, words: int, acts: Activation):
     """Return a function that computes `infer` for any x like this one, and for these weights: what a layer keeps, as
-    long as they lie where they do. x: not empty, contiguous."""
+    long as they lie where they do. x: not empty, contiguous, as gate, up and biases; down: stored transposed for all
+    paths but "dense" (checks.is_turned)."""
     return _for(x, weights, path, hot, tile, words, acts).bind(*weights)
 
 

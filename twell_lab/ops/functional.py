@@ -31,11 +31,8 @@ _library.define(
 def _infer_cuda(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
     from . import dispatch
 
-    if path != "dense" and not checks.is_turned(down):
-        down = down.t().contiguous().t()
-    gate, up = (w if w is None or w.is_contiguous() else w.contiguous() for w in (gate, up))
-    biases = (b if b is None or b.is_contiguous() else b.contiguous() for b in (gate_bias, up_bias, down_bias))
-    return dispatch.infer(x, gate, up, down, *biases, path, hot, tile, words, Activation(*acts))
+    weights = (gate, up, down, gate_bias, up_bias, down_bias)
+    return dispatch.infer(x, *weights, path, hot, tile, words, Activation(*acts))
 
 
 @torch.library.impl(_library, "infer", "CPU")

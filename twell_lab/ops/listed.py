@@ -28,16 +28,13 @@ def plain_or_gated(dtype: torch.dtype, widths=(), capability=(9, 0)) -> list[Mac
     return [(*macros, *plain) for macros in sixteen_bits(dtype) for plain in ((), (("GATED", 0),))]
 
 
-def _every_block(macros: dict) -> bool:
-    return "RESIDENT" not in macros
-
-
+_as_written = lambda macros: "RESIDENT" not in macros
 LISTED = Source(
     "smxx_listed",
     {
-        "listed_v1": Entry(256, "pppppppii", _every_block),
+        "listed_v1": Entry(256, "pppppppii", _as_written),
         "listed_v2": Entry(256, "ppppppppii"),
-        "listed_heavy": Entry(256, "pppppppppiii", _every_block),
+        "listed_heavy": Entry(256, "pppppppppiii", _as_written),
     },
     lambda dtype, *_: [(*macros, *many) for macros in plain_or_gated(dtype) for many in ((), _MANY)],
     (("MOST_LISTED", MOST_TOKENS),),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..formats.twell import fires
 from .activation import RELU, Activation, SquaredReLU
 
 ACTIVATIONS = {"relu": nn.ReLU, "relu2": SquaredReLU}
@@ -44,9 +43,7 @@ class PlainFeedForward(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
-def relu(gate: Tensor) -> Tensor:
-    """gate where it fires, +0 elsewhere: what a packed gate holds."""
-    return torch.where(fires(gate), gate, torch.zeros_like(gate))
+relu = RELU.applied  # the gate where it fires, +0 elsewhere: what a packed gate holds
 
 
 def gated_ffn(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, acts: Activation = RELU) -> Tensor:
