@@ -81,7 +81,7 @@ class Exact:
         rounding is not the layer's."""
         # What decides who fires, as it was given.
         self._first = (x, up, up_bias) if gate is None else (x, gate, gate_bias)
-        wide = lambda t: None if t is None else t.detach().double()  # noqa: E731
+        wide = lambda t: None if t is None else t.detach().double()
         self.x, self._down, self._down_bias = wide(x), wide(down), wide(down_bias)
         self.first = linear(self.x, *map(wide, self._first[1:])) if first is None else wide(first)
         self._gated, self._times = gate is not None, None if gate is None else linear(self.x, wide(up), wide(up_bias))

@@ -107,8 +107,7 @@ RELU = Activation()
 class SquaredReLU(nn.Module):
     """relu(x)^2, element by element (So et al., "Primer", arXiv 2109.08668): the same neurons fire, more steeply.
 
-    The sparse layers (twell_lab.layers.sparse_ffn) compute it in plain layers, as relu(x) * x: `sparsify` and
-    `SparseFFN` refuse a gated layer with this one."""
+    Sparse layers compute it in plain layers, as relu(x) * x; a gated layer with it is refused."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x).square()

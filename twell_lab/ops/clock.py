@@ -79,7 +79,7 @@ def drawn(rates: Tensor, tokens: int, d_model: int, dtype, device, *, shrink: fl
     rest of the product is standard normal: so neurons fire independently, each at its own rate, through a real GEMM."""
     d_ff = rates.numel()
     generator = torch.Generator(device).manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)
     kind = GatedFeedForward if gated else PlainFeedForward
     layer = kind(d_model, d_ff).requires_grad_(False).to_empty(device=device)
     constant = d_model**0.5

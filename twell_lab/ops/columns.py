@@ -78,9 +78,7 @@ def by_column(call: Call, s: Survivors, dh, d_ff: int, dtype: torch.dtype, piece
     counts, totals, *columns = (call.empty(*shape, dtype=torch.int32) for shape in ((chunks, d_ff), (d_ff,), *shapes))
     made = Columns(*columns)
 
-    def launch(name: str, grid: tuple[int, int], *arguments) -> None:
-        call.launch(COLUMNS.kernel(f"columns_{name}_v2", macros), grid, *arguments)
-
+    launch = lambda name, grid, *given: call.launch(COLUMNS.kernel(f"columns_{name}_v2", macros), grid, *given)
     launch("count", (chunks, -(-d_ff // _COUNT_SLAB)), s.spans, s.words, counts, tokens, d_ff, rows)
     launch("scan", (-(-d_ff // 32), 1), counts, totals, chunks, d_ff)
     launch("plan", (1, 1), totals, *made[1:], d_ff, _UNITS_A_PIECE * pieces)

@@ -1,8 +1,7 @@
 """The feed-forward layer on a CPU, in torch operations that skip the zeros.
 
 After the gate, one kept value ("entry") costs a row of `up`, gathered and multiplied, and a row of `down` transposed,
-gathered, scaled and added to the output. Entries are taken 128 at a time, so that what is gathered stays in the L2
-cache instead of travelling to memory and back.
+gathered, scaled and added. Entries are taken 128 at a time, so that what is gathered stays in the L2 cache.
 
 Sums are one step wider than the values. For 16-bit values that is what torch's dense layer does too. For float32 it
 means float64: two or three float32 terms can cancel so that the dense layer is exact by luck, and no other order of
@@ -59,8 +58,8 @@ def after_gate(x, first, up, up_bias, down, down_bias, made_by=None, follow=Fals
     """Compute (act(first) * (x up^T + up_bias)) down^T + down_bias, or act(first) down^T + down_bias where up is None.
 
     first: [tokens, d_ff], the gate before the activation. made_by: the weight and bias from which it was computed with
-    x, or None where its values themselves are the input; then x may be None without up. follow: whether these tensors
-    are those of torch's layer, so that the same operations give the same bits."""
+    x, or None where its values are the input; then x may be None without up. follow: whether these tensors are those of
+    torch's layer, so that the same operations give the same bits."""
     token, neuron, value = _entries(first, acts)
     # Rows that are not finite show in every neuron of an activation that returns to zero.
     shown = up is None and acts.falls_back and not math.isfinite(x.sum())

@@ -75,7 +75,7 @@ def team_threads(macros: dict) -> int:
 def row_entry(parameters: str, pool: bool, teams: bool) -> Entry:
     """Declare a kernel that computes a token. pool, teams: whether it is among the builds with a pool, with several
     teams."""
-    pick = lambda macros: ("POOL" in macros, "TEAMS" in macros) == (pool, teams) and "HIDDEN" not in macros  # noqa: E731
+    pick = lambda macros: ("POOL" in macros, "TEAMS" in macros) == (pool, teams) and "HIDDEN" not in macros
     return Entry(team_threads, parameters, pick)
 
 

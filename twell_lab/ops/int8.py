@@ -153,7 +153,7 @@ def gated_reference(x: Tensor, first: Tensor, up: Weight | None, down: Weight, u
     first: [rows, d_ff] after the activation. float32 sums, or those of float64 arguments, rounded once to x's dtype;
     rows of neurons that are silent add nothing. A row of x that is not finite gives NaN."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    dense = lambda rows: rows.values.to(wide) * rows.scale.to(wide)[:, None]  # noqa: E731
+    dense = lambda rows: rows.values.to(wide) * rows.scale.to(wide)[:, None]
     hidden = first.to(wide)
     if up is not None:
         beside = x.to(wide) @ dense(up).t()

@@ -71,7 +71,7 @@ def coo(call: Call, row: Buffer, column: Buffer, values: Buffer, b: Buffer, c: B
     [nnz]."""
     nnz, (rows, n) = len(values), c.shape
     given = (row, column, values, b, c, nnz, rows, n)
-    kernel = lambda name: SPMM_COO.kernel(name, value(b.dtype))  # noqa: E731
+    kernel = lambda name: SPMM_COO.kernel(name, value(b.dtype))
     parts = _blocks(nnz, _SHARE)
     grid = _blocks(parts, _BLOCK_WARPS), _slabs(b)
     if not c.numel() or not nnz:

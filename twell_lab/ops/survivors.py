@@ -81,9 +81,7 @@ def survivors(call, x, packed, pool, d_ff: int, gated: bool, capacity=None, few=
     totals = call.empty(blocks, 4, dtype=torch.int32)
     macros = specialisation(x.dtype, d_model)
 
-    def launch(name: str, grid: int, *arguments) -> None:
-        call.launch(SURVIVORS.kernel(name, macros), (grid, 1), *arguments)
-
+    launch = lambda name, grid, *given: call.launch(SURVIVORS.kernel(name, macros), (grid, 1), *given)
     launch("survivor_counts_v2", blocks, x, packed, counts, totals, tokens, d_ff)
     launch("survivor_places_v2", 1, counts, totals, lost, tokens, capacity, few, most)
     placed = (packed, pool, counts, totals, spans, kept, lost, words, None if gated else l1)
@@ -101,7 +99,7 @@ def reference(gate: Tensor, lost: Tensor, capacity: int) -> Survivors:
     words = torch.zeros(capacity, dtype=torch.int32, device=gate.device)
     words[: len(rows)] = gate[rows, columns].view(torch.int16).to(torch.int32) << 16 | columns.to(torch.int32)
     numbers = torch.zeros(len(gate) + 2, dtype=torch.int32, device=gate.device)
-    numbered = lambda some: torch.cat([some.sum()[None], some.nonzero()[:, 0]]).to(torch.int32)  # noqa: E731
+    numbered = lambda some: torch.cat([some.sum()[None], some.nonzero()[:, 0]]).to(torch.int32)
     of_lost, of_heavy = numbered(lost), numbered(counts > HEAVY)
     numbers[: len(of_lost)], numbers[len(numbers) - len(of_heavy) :] = of_lost, of_heavy.flip(0)
     l1 = torch.where(keep, gate, 0).double().sum(1).float()
