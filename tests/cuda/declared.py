@@ -6,8 +6,6 @@ import re
 import struct
 from functools import cache
 
-import torch
-
 from twell_lab.cuda import compile as compiler
 from twell_lab.cuda.launch import Macros, Source
 from twell_lab.ops import kernels
@@ -16,9 +14,6 @@ from twell_lab.simulator import toolchain
 # Bytes, stores and loads together, of kernels that may spill: outside of their loops, or what does not change in one.
 MOST_SPILLED = {"smxx_train_lost": 700, "smxx_lost_weights": 3610, "smxx_weight_gradients": 128, "sm90_gate_pack": 128}
 MOST_SPILLED |= {"sm80_train_lost": 72, "smxx_listed": 76}
-# Builds that have fewer kernels than ops says. It would be said there (Entry.among), but a change of that file makes
-# the records of its kernels stale.
-FEWER = {("smxx_listed", ("RESIDENT", 4)): {"listed_v2"}}
 STATIC_SHARED = 48 * 1024
 SIZES = {"p": 8, "q": 8, "i": 4, "u": 4, "f": 4, "m": 128, "2": 16}  # bytes of a parameter, by its letter
 LETTERS = {"int": "i", "unsigned": "u", "long long": "q", "float": "f", "TensorMap": "m"}  # others: of two pointers
@@ -31,7 +26,7 @@ def usual() -> list[tuple[str, str, Macros]]:
     for one in kernels.sources().values():
         target = "sm_90a" if one.alone else "sm_80"
         for entry in one.entries:
-            macros = kernels.usual_macros(one, entry, torch.bfloat16, 2048, {})
+            _, _, macros = kernels.choose(f"{one.name}.{entry}", {})
             builds[one.name, target, tuple(sorted(macros.items()))] = None
     return list(builds)
 
@@ -42,13 +37,26 @@ def called(job: tuple[str, str, Macros]) -> str:
     return " ".join([target, name, *(key if value is True else f"{key}={value}" for key, value in macros)])
 
 
+def resources(log: str) -> dict[str, dict[str, int]]:
+    """Read what ptxas said of each kernel: {"registers", "spill_bytes", "stack_bytes", "shared_bytes"} by name."""
+    found = {}
+    for block in re.split(r"Compiling entry function '", log)[1:]:
+        number = lambda pattern: int(m[1]) if (m := re.search(pattern, block)) else 0  # noqa: E731
+        found[block[: block.index("'")]] = {
+            "registers": number(r"Used (\d+) registers"),
+            "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            "stack_bytes": number(r"(\d+) bytes stack frame"),
+            "shared_bytes": number(r"(\d+) bytes smem"),
+        }
+    return found
+
+
 def check(name: str, target: str, macros: Macros) -> None:
     """Compile a source and compare: its entries, their threads and the sizes of their parameters; what ptxas used."""
     one = kernels.sources()[name]
     cubin = compiler.compile(one.file, target, dict(macros))
-    used = compiler.resources(cubin.log)
-    fewer = [entries for (file, macro), entries in FEWER.items() if file == name and macro in macros]
-    assert set(used) == (fewer[0] if fewer else set(one.entries_of(dict(macros)))) and f"for '{target}'" in cubin.log
+    used = resources(cubin.log)
+    assert set(used) == set(one.entries_of(dict(macros))) and f"for '{target}'" in cubin.log
     for entry, found in used.items():
         kernel = one.kernel(entry, macros)
         attributes = _attributes(cubin.image, entry)

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+from tests.cuda import declared
 from twell_lab import core
 from twell_lab.core import CompileError, DeviceError, StackError
 from twell_lab.cuda import compile as compiler
@@ -130,8 +131,8 @@ def test_prebuilding_makes_what_launches_ask_for(runs, tmp_path, monkeypatch):
     assert len(names) == len(set(names)) == len(runs)
     assert sorted(p.stem for p in tmp_path.glob("*.cubin")) == sorted(names)
     monkeypatch.setenv("TWELL_LAB_CUBINS", str(tmp_path))
-    for source, macros in kernels.builds((9, 0), dtypes, [2048]):
-        target = compiler.architecture((9, 0), source.alone)
+    for source, target, macros in kernels.builds((9, 0), dtypes, [2048]):
+        assert target == compiler.architecture((9, 0), source.alone)
         assert compiler.compile(source.file, target, dict(macros)).name in names
     assert len(runs) == len(names)
 
@@ -211,11 +212,11 @@ ptxas info    : Used 48 registers, used 1 barriers, 8208 bytes smem
 
 
 def test_resources_are_read_from_the_log():
-    assert compiler.resources(LOG) == {
+    assert declared.resources(LOG) == {
         "gated_v2": {"registers": 255, "spill_bytes": 28, "stack_bytes": 24, "shared_bytes": 64},
         "gated_v1": {"registers": 48, "spill_bytes": 0, "stack_bytes": 0, "shared_bytes": 8208},
     }
-    assert compiler.resources("") == {}
+    assert declared.resources("") == {}
 
 
 # ---- the real compiler
@@ -233,7 +234,7 @@ def test_a_real_cubin_is_cached_whole(nvrtc, folder, monkeypatch):
     made = compile(folder, "smxx_transpose.cu", "sm_75", VALUE_FP16=True)
     monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: pytest.fail("compiled once more"))
     second = compile(folder, "smxx_transpose.cu", "sm_75", VALUE_FP16=True)
-    assert second == made and made.image.startswith(b"\x7fELF") and "transpose_v1" in compiler.resources(second.log)
+    assert second == made and made.image.startswith(b"\x7fELF") and "transpose_v1" in declared.resources(second.log)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_a_source_that_does_not_compile_comes_with_the_compilers_log(nvrtc, sour
     assert not folder.exists()
     if message == "not so":  # macros reach the source
         (texts / "k.cu").write_text(source + 'extern "C" __global__ void k() {}\n')
-        assert "k" in compiler.resources(compile(folder, N=3, FLAG=True).log)
+        assert "k" in declared.resources(compile(folder, N=3, FLAG=True).log)
 
 
 def test_this_compiler_knows_every_architecture_and_no_other(nvrtc, folder):

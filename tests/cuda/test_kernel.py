@@ -31,7 +31,7 @@ def test_a_name_finds_its_source_and_its_macros(name, macros, source, some):
 
 
 def test_an_entry_can_be_had_as_usual_and_with_the_macros_of_each_of_its_builds():
-    for source, macros in kernels.builds((9, 0), [torch.bfloat16], [2048]):
+    for source, _, macros in kernels.builds((9, 0), [torch.bfloat16], [2048]):
         for entry in source.entries_of(dict(macros)):
             name = f"{source.name}.{entry}"
             assert entry in source.entries_of(kernels.choose(name, {})[2])

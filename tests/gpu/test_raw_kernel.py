@@ -11,7 +11,7 @@ from twell_lab.core import CompileError, DeviceError
 from twell_lab.cuda.launch import run
 from twell_lab.ops import kernels
 from twell_lab.ops.pack import pack
-from twell_lab.ops.transpose import TRANSPOSE
+from twell_lab.ops.train_rows import TRANSPOSE
 
 pytestmark = pytest.mark.gpu
 

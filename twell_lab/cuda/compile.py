@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from .. import core
-from ..core import CompileError, DeviceError, StackError
+from ..core import CompileError, DeviceError, RecordError, StackError
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 OLDEST = (7, 5)  # compute capability of the oldest GPU that runs any kernel
@@ -139,20 +138,11 @@ def compile(file: str, arch: str, defines: Mapping[str, object] = {}, *, cache_i
         return Cubin(name, log.with_suffix(".cubin").read_bytes(), log.read_text(encoding="utf-8"))
     cubin = Cubin(name, *_run_nvrtc(file, arch, defines))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for ending, content in (("cubin", cubin.image), ("log", cubin.log.encode())):
-            _replace(folder / f"{name}.{ending}", content)
-    except OSError as error:
-        warnings.warn(f"kernel cache not written ({error.strerror}): it will be compiled again", stacklevel=2)
+        for ending, content in (("cubin", cubin.image), ("log", cubin.log)):
+            core.write_atomically(folder / f"{name}.{ending}", content)
+    except RecordError as error:
+        warnings.warn(f"kernel cache not written ({error}): it will be compiled again", stacklevel=2)
     return cubin
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write to a temporary file and rename, so that no reader ever sees half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(temporary, path)
 
 
 def _run_nvrtc(file: str, arch: str, defines: Mapping[str, object]) -> tuple[bytes, str]:
@@ -167,17 +157,3 @@ def _run_nvrtc(file: str, arch: str, defines: Mapping[str, object]) -> tuple[byt
         raise CompileError(f"{file} for {arch}: {error}\n{nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
-
-
-def resources(log: str) -> dict[str, dict[str, int]]:
-    """Read what ptxas said of each kernel: {"registers", "spill_bytes", "stack_bytes", "shared_bytes"} by name."""
-    found = {}
-    for block in re.split(r"Compiling entry function '", log)[1:]:
-        number = lambda pattern: int(m[1]) if (m := re.search(pattern, block)) else 0  # noqa: E731
-        found[block[: block.index("'")]] = {
-            "registers": number(r"Used (\d+) registers"),
-            "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-            "stack_bytes": number(r"(\d+) bytes stack frame"),
-            "shared_bytes": number(r"(\d+) bytes smem"),
-        }
-    return found

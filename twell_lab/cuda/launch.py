@@ -32,7 +32,7 @@ from torch import Tensor
 from .. import core
 from ..core import DeviceError, InputError, StackError
 from . import compile as compiler
-from .tma import Map, tensor_map
+from .tma import Map, encoded
 
 Macros = tuple[tuple[str, object], ...]
 VALUE = {torch.bfloat16: "VALUE_BF16", torch.float16: "VALUE_FP16", torch.float32: "VALUE_FP32"}
@@ -43,7 +43,6 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: of a thread, such as autograd's
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h
 _EARLY_DRIVER = 12_030  # CUDA 12.3: since then graphs can hold launches that may start before the previous one ends
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID of cuda.h
-_LINE = 64  # bytes: the alignment of a tensor map in memory
 _BOUNDARY = 256  # bytes: each buffer of the workspace starts at a multiple of it
 _NUMBERS = {"i": ctypes.c_int, "u": ctypes.c_uint, "q": ctypes.c_longlong, "f": ctypes.c_float}  # letters of an entry
 current_device = getattr(torch._C, "_cuda_getDevice", None)  # not in torch built for CPUs alone
@@ -174,10 +173,6 @@ class Buffer:
     def nbytes(self) -> int:
         return self.numel() * self.dtype.itemsize
 
-    def is_contiguous(self) -> bool:
-        """Return whether the values lie one behind another."""
-        return self.strides == _contiguous(self.shape) or any(n < 2 for n in self.shape) and self.numel() < 2
-
     def __getitem__(self, rows: slice) -> Buffer:
         """Return some rows: a slice without a step."""
         first, last, _ = rows.indices(self.shape[0])
@@ -185,21 +180,10 @@ class Buffer:
         shape = (max(last - first, 0), *self.shape[1:])
         return Buffer(self.number, self.offset + more, shape, self.strides, self.dtype, (self.low + more) & 15)
 
-    def view(self, dtype: torch.dtype) -> Buffer:
-        """Return the same memory as values of another type of the same size, or as bytes of a contiguous buffer."""
-        if dtype.itemsize == self.dtype.itemsize:
-            return Buffer(self.number, self.offset, self.shape, self.strides, dtype, self.low)
-        count = self.nbytes // dtype.itemsize
-        return Buffer(self.number, self.offset, (count,), (1,), dtype, self.low)
-
     def t(self) -> Buffer:
         """Return the transpose of a matrix, in the same memory."""
         shape, strides = self.shape[::-1], self.strides[::-1]
         return Buffer(self.number, self.offset, shape, strides, self.dtype, self.low)
-
-    def reshape(self, *shape: int) -> Buffer:
-        """Return a contiguous buffer in another shape."""
-        return Buffer(self.number, self.offset, shape, _contiguous(shape), self.dtype, self.low)
 
 
 def aligned(*buffers: Buffer | Layout | None) -> bool:
@@ -296,9 +280,7 @@ class Call:
         self._inside |= {b.number: (memory.number, start) for b, start in zip(buffers, starts) if b is not None}
         return memory
 
-    def returns(
-        self, result: Buffer | tuple[Buffer | None, ...] | None, like: Sequence[Buffer | None] | None = None
-    ) -> None:
+    def returns(self, result: Buffer | tuple | None, like: Sequence[Buffer | None] | None = None) -> None:
         """Say what a run returns: buffers that the call allocates become tensors of their own; inputs are handed on.
 
         like: for each result, a contiguous input of its shape and type, or None: it gets as many dimensions as the
@@ -307,8 +289,8 @@ class Call:
         results = result if isinstance(result, tuple) else (result,)
         first = self._buffers[self._inputs[0]]
         for b, model in zip(results, like or [first] * len(results)):
-            if b is not None and model is not None and model.is_contiguous():
-                if (model.shape, model.dtype) == (b.shape, b.dtype):
+            if b is not None and model is not None:
+                if (model.shape, model.strides, model.dtype) == (b.shape, b.strides, b.dtype):
                     self._like[b.number] = model.number
         self._result = tuple(0 if b is None else b.number for b in results)
 
@@ -480,7 +462,7 @@ class Bound:
                 return ctypes.addressof(self._keep[-1])
             if letter == "m":
                 at, more = place(given.of)
-                self._keep.append(_aligned(_encoded(given, _BOUNDARY if at else more)))
+                self._keep.append(encoded(given, _BOUNDARY if at else more))
                 self._maps += [[self._keep[-1][1], at, more, 0]] if at else []
                 return self._keep[-1][1]
             key = tuple(map(place, given if letter == "2" else (given,)))
@@ -572,18 +554,6 @@ def _packed_scratch(sizes: dict[int, int], launches: list[_Launch]) -> tuple[dic
         offsets[number] = at
         placed.append((at, at + size, first, free))
     return offsets, max((end for _, end, *_ in placed), default=0)
-
-
-def _aligned(content: bytes) -> tuple[Any, int]:
-    """Memory that holds this on a boundary, and its address."""
-    room = ctypes.create_string_buffer(len(content) + _LINE)
-    address = ctypes.addressof(room) + -ctypes.addressof(room) % _LINE
-    ctypes.memmove(address, content, len(content))
-    return room, address
-
-
-def _encoded(given: Map, address: int) -> bytes:
-    return tensor_map(address, given.of.dtype, given.dims, given.strides, given.box, given.swizzle)
 
 
 def _refused(what: str, status: int) -> DeviceError:

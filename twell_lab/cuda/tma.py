@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..core import DeviceError, InputError, StackError
+from ..core import DeviceError, StackError
 
 if TYPE_CHECKING:
     from .launch import Buffer
 
-MAP_WORDS = 16  # of 8 bytes
-_TYPE = {
-    torch.uint8: 0,
-    torch.int32: 4,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.bfloat16: 9,
-}  # CUtensorMapDataType of cuda.h
+_BYTES, _BOUNDARY = 128, 64  # of a map, and where the driver and kernels want it
+# CUtensorMapDataType of cuda.h
+_TYPE = {torch.uint8: 0, torch.int32: 4, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _NO_INTERLEAVE, _FILL_WITH_ZEROS, _PROMOTE_TO_128_BYTES = 0, 0, 2
 _SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes: CUtensorMapSwizzle
-_ENCODED_AT = 64  # bytes: the alignment that the driver wants for what it writes
 
 
 class Map(NamedTuple):
-    """A tensor map of a buffer, as an argument of a launch."""
+    """A tensor map of a buffer, as an argument of a launch.
+
+    dims: elements along each dimension, innermost first, 1 to 5 dimensions. strides: bytes from one element to the next
+    along each dimension but the innermost, whose elements are contiguous; multiples of 16, in any order of size. box:
+    elements of one copy along each dimension, at most 256. swizzle: 0, 32, 64 or 128 bytes. Elements of a box outside
+    of the matrix are copied as zeros."""
 
     of: Buffer
     dims: tuple[int, ...]
@@ -49,21 +48,16 @@ def _encode():
     return encode
 
 
-def tensor_map(address: int, dtype: torch.dtype, dims: tuple, strides: tuple, box: tuple, swizzle: int = 128) -> bytes:
-    """Return the map of the matrix at `address`: 128 bytes that a launch passes by value.
+def encoded(given: Map, address: int) -> tuple[Any, int]:
+    """Return memory that holds the map of a matrix at `address`, a multiple of 16, and where the map starts.
 
-    dims: elements along each dimension, innermost first, 1 to 5 dimensions. strides: bytes from one element to the next
-    along each dimension but the innermost, whose elements are contiguous; in any order of size. box: elements of one
-    copy along each dimension. swizzle: 0, 32, 64 or 128 bytes. Elements of a box outside of the matrix are copied as
-    zeros. Raises InputError for what the engine does not take, StackError without a driver, DeviceError if the driver
-    refuses."""
-    _check(address, dtype, dims, strides, box, swizzle)
-    encode, rank = _encode(), len(dims)
-    room = (ctypes.c_char * (8 * MAP_WORDS + _ENCODED_AT))()
-    start = -ctypes.addressof(room) % _ENCODED_AT
+    Raises StackError without a driver, DeviceError if the driver refuses."""
+    of, dims, strides, box, swizzle = given
+    encode, rank, room = _encode(), len(dims), ctypes.create_string_buffer(_BYTES + _BOUNDARY)
+    start = ctypes.addressof(room) + -ctypes.addressof(room) % _BOUNDARY
     error = encode(
-        ctypes.c_void_p(ctypes.addressof(room) + start),
-        _TYPE[dtype],
+        ctypes.c_void_p(start),
+        _TYPE[of.dtype],
         ctypes.c_uint32(rank),
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*dims),
@@ -77,34 +71,10 @@ def tensor_map(address: int, dtype: torch.dtype, dims: tuple, strides: tuple, bo
     )
     if error:
         raise DeviceError(
-            f"the driver refused a tensor map (error {error}): {dtype} at {address:#x}, dims {dims}, strides "
+            f"the driver refused a tensor map (error {error}): {of.dtype} at {address:#x}, dims {dims}, strides "
             f"{strides}, box {box}, swizzle {swizzle}"
         )
-    return ctypes.string_at(ctypes.addressof(room) + start, 8 * MAP_WORDS)
-
-
-def _check(address, dtype, dims, strides, box, swizzle) -> None:
-    rank = len(dims)
-    if dtype not in _TYPE or swizzle not in _SWIZZLE:
-        raise InputError(
-            f"a tensor map of {dtype} with a swizzle of {swizzle} bytes; {[*_TYPE]} and {[*_SWIZZLE]} are accepted"
-        )
-    if not 1 <= rank <= 5 or len(box) != rank or len(strides) != rank - 1:
-        raise InputError(
-            f"a tensor map has 1 to 5 dims, as many box sizes and one stride fewer, not {rank}, {len(box)} and "
-            f"{len(strides)}"
-        )
-    if address % 16 or any(s % 16 or not 0 < s < 2**40 for s in strides):
-        raise InputError(
-            f"address {address:#x} and strides {strides} must be multiples of 16 bytes, strides below 2^40"
-        )
-    if any(not 0 < d <= 2**32 for d in dims) or any(not 0 < b <= 256 for b in box):
-        raise InputError(f"dims {dims} must be 1 to 2^32, box sizes {box} 1 to 256")
-    inner = box[0] * dtype.itemsize
-    if inner % 16 or (swizzle and inner > swizzle):
-        raise InputError(
-            f"a box of {inner} bytes along the innermost dimension; a multiple of 16, at most the swizzle ({swizzle})"
-        )
+    return room, start
 
 
 def matrix_map(matrix: Buffer, rows: int, columns: int = 64) -> Map:

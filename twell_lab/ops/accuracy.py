@@ -3,8 +3,7 @@ judge by the functions of this file.
 
 Row by row, the norm of the error against float64 may be at most twice that of torch's dense layer in the same
 dtype, plus one unit in the last place of the row's largest value. `worst_row` measures that where the float64 result is
-given. `judge` and `Exact` compute it from the layer, and know which neurons may count as firing or as silent.
-"""
+given. `Exact` computes it from the layer, and knows which neurons may count as firing or as silent."""
 
 from __future__ import annotations
 
@@ -29,14 +28,10 @@ _MOST_ROWS, _MOST_FLIPS = 200, 10_000
 class Verdict:
     """What `Exact.judge` found.
 
-    Attributes:
-        ratio: the error of the worst row over what is allowed; at most 1.0 keeps the promise.
-        row: the number of that row, -1 without rows. Where the promise is broken, it is a row that breaks it; others
-            may be further off.
-        excused: how many rows keep the promise only because a neuron may count either way,
-        overflowed: only because the dense layer overflows inside as well,
-        rounded: only if both layers start from the gate as torch rounds it.
-    """
+    ratio: the error of the worst row over what is allowed; at most 1.0 keeps the promise. row: the number of that row,
+    -1 without rows. Where the promise is broken, it is a row that breaks it; others may be further off. How many rows
+    keep the promise only because a neuron may count either way (excused), because the dense layer overflows inside as
+    well (overflowed), if both layers start from the gate as torch rounds it (rounded)."""
 
     ratio: float
     row: int
@@ -46,12 +41,10 @@ class Verdict:
 
 
 def worst_row(y: Tensor, dense: Tensor, exact: Tensor) -> tuple[float, int]:
-    """(error over what is allowed, row) of the worst row; at most 1.0 keeps the promise.
+    """Return (error over what is allowed, row) of the worst row; at most 1.0 keeps the promise.
 
-    y, dense: [rows, d_model] in the working dtype; exact: the float64 result. Where exact is not finite, y must
-    be exactly what it is converted to y's dtype (NaN for NaN, the same infinity), otherwise the ratio is inf.
-    A row that overflows y's dtype only is judged the same way.
-    """
+    y, dense: [rows, d_model] in the working dtype; exact: the float64 result. Where exact, converted to y's dtype, is
+    not finite, y must be the same (NaN for NaN, the same infinity), otherwise the ratio is inf."""
     if not y.shape == dense.shape == exact.shape:
         shapes = f"{list(y.shape)}, the dense one {list(dense.shape)}, the exact one {list(exact.shape)}"
         raise ValueError(f"the result has shape {shapes}; one shape for all is accepted")
@@ -62,26 +55,6 @@ def worst_row(y: Tensor, dense: Tensor, exact: Tensor) -> tuple[float, int]:
     return float(ratio[row]), row
 
 
-def judge(
-    y: Tensor,
-    dense: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> Verdict:
-    """Return whether y keeps the promise for (relu(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias: see
-    `Exact`.
-
-    y, dense: [tokens, d_model], the results of the layer under test and of torch's dense layer, in the same dtype. gate
-    None: a plain layer, relu(x up^T + up_bias) down^T + down_bias. x and the weights: as both layers got them.
-    """
-    return Exact(x, gate, up, down, gate_bias, up_bias, down_bias).judge(y, dense)
-
-
 class Exact:
     """A layer computed in float64, on its tensors' device, and the judge of other results for the same layer.
 
@@ -89,11 +62,10 @@ class Exact:
     dtype) times the sum of |x w| over its inputs: no order of rounded additions can be held to a sign closer than that.
     So a row is right if it keeps the bound for *some* way of counting those neurons.
 
-    The way that float64's signs give is tried first. Only for a row that fails it others are searched: starting from
-    float64's signs, and then from those of torch's gate in the working dtype, the doubtful neuron that brings the exact
-    result closest to y is counted the other way, then the next, until the row keeps the bound or no neuron helps. Each
-    step is one of the allowed ways, so no row is accepted that none of them explains; one that only an unlikely
-    combination would explain may be refused. The first row that is refused decides the verdict and ends the search.
+    For a row that fails with float64's signs others are searched: starting from these, and then from those of torch's
+    gate in the working dtype, the doubtful neuron that brings the exact result closest to y is counted the other way,
+    then the next, until the row keeps the bound or no neuron helps. So no row is accepted that no allowed way explains;
+    one that only an unlikely combination would explain may be refused. The first such row ends the search.
 
     Where torch's own gate is handed to `judge`, a row may also start from its values, as paths behind torch's GEMM do:
     the dense layer's later roundings can undo the gate's by luck, and then the gate's error alone would look like a
@@ -104,14 +76,12 @@ class Exact:
     be infinite or NaN too; and what rounds to just beyond the end of the dtype may round the other way. A finite value
     is held to the bound, beside a dense layer of the same precision whose exponents have no end."""
 
-    def __init__(
-        self, x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, first: Tensor | None = None
-    ) -> None:
+    def __init__(self, x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, first=None) -> None:
         """first: the gate before its ReLU, [tokens, d_ff], where that was given to the layer under test, so that its
         rounding is not the layer's."""
         # What decides who fires, as it was given.
         self._first = (x, up, up_bias) if gate is None else (x, gate, gate_bias)
-        wide = lambda t: None if t is None else t.detach().double()  # noqa: E731
+        wide = lambda t: None if t is None else t.detach().double()
         self.x, self._down, self._down_bias = wide(x), wide(down), wide(down_bias)
         self.first = linear(self.x, *map(wide, self._first[1:])) if first is None else wide(first)
         self._gated, self._times = gate is not None, None if gate is None else linear(self.x, wide(up), wide(up_bias))
@@ -120,8 +90,8 @@ class Exact:
         self.y = self._result(slice(None), self.keep)
 
     def judge(self, y: Tensor, dense: Tensor, first: Tensor | None = None) -> Verdict:
-        """The verdict on y [tokens, d_model], beside torch's dense layer in the same dtype. first: the dense layer's
-        gate before its ReLU, [tokens, d_ff], or None."""
+        """Judge y [tokens, d_model] beside torch's dense layer in the same dtype. first: the dense layer's gate before
+        its ReLU, [tokens, d_ff], or None."""
         if y.numel() == 0:
             return Verdict(0.0, -1)
         ratio, excused, overflowed, rounded = _ratios(y, self.y, dense, self.y), 0, 0, 0
@@ -155,19 +125,16 @@ class Exact:
         return Verdict(float(ratio[row]), row, excused, overflowed, rounded)
 
     def doubtful(self, rows, eps: float) -> Tensor:
-        """Return which neurons are in doubt in some rows, boolean [rows, d_ff]. eps: of the dtype that was computed
-        in."""
+        """Return which neurons are in doubt in some rows, boolean [rows, d_ff]. eps: of the dtype of the work."""
         return self.first[rows].abs() < DOUBT * eps * linear(self.x[rows].abs(), self._first[1].detach().double().abs())
 
     def _result(self, rows, keep: Tensor, value: Tensor | None = None) -> Tensor:
-        """y of some rows if the neurons of `keep`, boolean [rows, d_ff], fire; value: what these are before the down
-        projection, if not the exact ones."""
+        """y of some rows if the neurons of `keep` fire; value: of h, if not the exact ones."""
         y = linear(torch.where(keep, self._value[rows] if value is None else value, 0.0), self._down, self._down_bias)
         return torch.where(reference.spoilt(self.x[rows], keep)[:, None], torch.nan, y) if self._gated else y
 
     def _endless(self, dtype: torch.dtype) -> Tensor:
-        """The dense layer in float64 with every value rounded as often, and to as many digits, as in `dtype`; none
-        overflows."""
+        """The dense layer in float64, every value rounded as in `dtype`; none overflows."""
 
         def rounded(t: Tensor) -> Tensor:
             digits, exponent = torch.frexp(t)
@@ -179,8 +146,8 @@ class Exact:
         return rounded(linear(hidden, self._down, self._down_bias))
 
     def _best_way(self, row: int, doubtful: Tensor, y: Tensor, dense: Tensor, flips: Iterator[int]) -> Tensor:
-        """The ratio of one row for the first way of counting its doubtful neurons, boolean [d_ff], that keeps the
-        bound, or else for the best way that is found. Counting a neuron the other way takes one of `flips`."""
+        """The ratio of one row for the first way of counting its doubtful neurons that keeps the bound, or else for the
+        best way that is found. Counting a neuron the other way takes one of `flips`."""
         one, best = slice(row, row + 1), torch.full((), torch.inf, dtype=torch.float64, device=y.device)
         target, which = y[row].double(), doubtful.nonzero()[:, 0]
         if not which.numel() or not (target.isfinite().all() and self.y[row].isfinite().all()):

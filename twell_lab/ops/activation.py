@@ -17,27 +17,25 @@ from ..formats import twell
 if TYPE_CHECKING:
     from ..cuda.launch import Macros
 
-# By kind: the macro of activation.cuh; "" for the ReLU, which needs none.
-ACTIVATIONS = {
-    "relu": "",
-    "above": "ACTS_ABOVE",
-    "silu": "ACTS_SILU",
-    "gelu": "ACTS_GELU",
-    "gelu_tanh": "ACTS_GELU_TANH",
-}
+ACTIVATIONS = ("relu", "above", "silu", "gelu", "gelu_tanh")
 
 
 def activation(kind: str, both: bool = False) -> Macros:
-    """Return the macros for an activation of this kind, with a ReLU on up as well or not."""
-    return (*(((ACTIVATIONS[kind], True),) if ACTIVATIONS[kind] else ()), *((("BOTH", True),) if both else ()))
+    """Return the macros of activation.cuh for an activation of this kind, with a ReLU on up as well or not."""
+    return (*(((f"ACTS_{kind.upper()}", True),) if kind != "relu" else ()), *((("BOTH", True),) if both else ()))
 
 
 # Those that return to zero far below it, without a threshold.
 CURVES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
+def rounded(threshold: float, dtype: torch.dtype) -> float:
+    """Return a threshold as kernels get it for values of this type."""
+    return torch.tensor(threshold, dtype=dtype, device="cpu").item()
+
+
 class Activation(NamedTuple):
-    """The activation of a layer, which decides who fires.
+    """The activation of a layer, which decides who fires, and with which value.
 
     kind: "relu"; "above", which keeps g where g > threshold, a number from 0 up (FATReLU: ProSparse, arXiv 2402.13516);
     "silu", "gelu" or "gelu_tanh", which keep the value of that function, of either sign, where its magnitude is at
@@ -52,7 +50,7 @@ class Activation(NamedTuple):
 
     def check(self, gated: bool) -> None:
         """Raise InputError for what no kernel computes."""
-        if self.kind not in [*ACTIVATIONS]:  # which need not be hashable
+        if self.kind not in ACTIVATIONS:
             raise InputError(f"activation is {self.kind!r:.80}; {', '.join(map(repr, ACTIVATIONS))} are accepted")
         if not isinstance(self.threshold, float) or not 0 <= self.threshold < inf:
             raise InputError(f"threshold is {self.threshold!r:.80}; a finite number from 0 up is accepted")
@@ -68,17 +66,8 @@ class Activation(NamedTuple):
         """Return whether values are of either sign, and return to zero far below it."""
         return self.kind in CURVES
 
-    @property
-    def macros(self) -> Macros:
-        """Return what kernels that compute it are compiled with."""
-        return activation(self.kind, self.both)
-
-    def bound(self, dtype: torch.dtype) -> float:
-        """The threshold as kernels get it for gate values of this type."""
-        return torch.tensor(self.threshold, dtype=dtype, device="cpu").item()
-
     def value(self, first: Tensor) -> Tensor:
-        """Return what each neuron would be worth if it fires: the activation without its threshold."""
+        """Return the value of each neuron if it fires: the activation without its threshold."""
         return CURVES[self.kind](first) if self.falls_back else torch.relu(first)
 
     def keeps(self, first: Tensor) -> Tensor:
@@ -118,8 +107,7 @@ RELU = Activation()
 class SquaredReLU(nn.Module):
     """relu(x)^2, element by element (So et al., "Primer", arXiv 2109.08668): the same neurons fire, more steeply.
 
-    The sparse layers (twell_lab.layers.sparse_ffn) compute it in plain layers, as relu(x) * x: `sparsify` and
-    `SparseFFN` refuse a gated layer with this one."""
+    Sparse layers compute it in plain layers, as relu(x) * x; a gated layer with it is refused."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x).square()

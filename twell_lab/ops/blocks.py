@@ -3,10 +3,9 @@
     weight = BlockOperand(to_bsr(w, 32))    # sparsities.blocks.to_bsr; checked once
     y = weight(x)                           # for many products
 
-x [tokens, in] and y [tokens, out] lie as every other layer has them, and nothing is turned. (A product W B with a dense
-B [in, n] is this with x = B^T.) torch's own product of the same tensor, `F.linear(x, to_bsr(w, 32))`, runs Triton
-kernels. Blocks that are not stored are skipped: their zeros times an infinity in x add nothing. Nothing waits for the
-GPU; CPU tensors are computed by torch."""
+x [tokens, in] and y [tokens, out] lie as every other layer has them, and nothing is turned. torch's own product of the
+same tensor, `F.linear(x, to_bsr(w, 32))`, runs Triton kernels. Blocks that are not stored are skipped: their zeros
+times an infinity in x add nothing. CPU tensors are computed by torch."""
 
 from __future__ import annotations
 
@@ -44,16 +43,7 @@ BLOCKS = Source(
 TOLERANCE = 1.0
 
 
-def blocks(
-    call: Call,
-    x: Buffer,
-    pointer: Buffer,
-    column: Buffer,
-    values: Buffer,
-    bias: Buffer | None,
-    order: Buffer,
-    version: int = 2,
-) -> Buffer:
+def blocks(call: Call, x, pointer, column, values, bias, order, version: int = 2) -> Buffer:
     """Multiply x [tokens, in] with blocks, plus bias [out]: y [tokens, out]. x and values on 16-byte boundaries.
 
     pointer: int32 [block rows + 1]; column: int32 [blocks]; values: [blocks, high, wide]; order: int32 [block rows],
@@ -91,14 +81,9 @@ class BlockOperand:
     a product does not. The weight's tensors are not copied, and their indices not to be changed afterwards; no gradient
     goes to its values.
 
-    Args:
-        weight: of layout torch.sparse_bsr, of bfloat16 or float16, with blocks of multiples of 16 up to 128
-            (`sparsities.blocks.to_bsr`).
-
-    Raises:
-        InputError: for anything else, for indices out of range and for a block that is stored twice.
-        DeviceError: for a GPU older than compute capability 8.0.
-    """
+    weight: of layout torch.sparse_bsr, of bfloat16 or float16, with blocks of multiples of 16 up to 128
+    (`sparsities.blocks.to_bsr`). Raises InputError for anything else, for indices out of range and for a block that is
+    stored twice, DeviceError for a GPU older than compute capability 8.0."""
 
     def __init__(self, weight: Tensor) -> None:
         if not isinstance(weight, Tensor) or weight.layout != torch.sparse_bsr or weight.dim() != 2:
@@ -122,11 +107,6 @@ class BlockOperand:
         self.values = values if aligned(layout(values)) else values.clone()
         self.pointer, self.column = pointer.int(), column.int()
         self.order = counts.argsort(descending=True, stable=True).int()
-
-    @property
-    def nnz(self) -> int:
-        """Return how many blocks are stored."""
-        return len(self.values)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, version: int | None = None) -> Tensor:
         """Return y [..., out] = x [..., in] W^T + bias [out], in x's dtype; sums in float32.

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..core import InputError
-from ..formats.twell import VALUE_DTYPES, TwELL
+from ..formats.twell import VALUE_DTYPES
 
 # Asked before each call: to find a function by three names takes longer than to call it.
 _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
@@ -25,13 +25,9 @@ def plain_eager() -> bool:
 def transformed() -> bool:
     """Return whether the call is inside a transform that sees operations one by one: torch.func (vmap, grad, jvp),
     forward-mode gradients, torch.export, torch.jit.trace."""
-    return (
-        _transforms()
-        or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
-        or not torch.compiler.is_dynamo_compiling()
-        and _is_exporting()  # while it compiles, torch 2.11 says that it exports
-    )
+    # While it compiles, torch 2.11 says that it exports.
+    exporting = not torch.compiler.is_dynamo_compiling() and _is_exporting()
+    return _transforms() or forward_ad._current_level >= 0 or torch.jit.is_tracing() or exporting
 
 
 def watched(*tensors: Tensor | None) -> bool:
@@ -56,12 +52,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def check_tensor(
-    name: str,
-    t: Tensor,
-    dims: int | None = None,
-    shape: tuple[int | None, ...] | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    name: str, t: Tensor, dims: int | None = None, shape: tuple | None = None, dtype=None, device=None
 ) -> None:
     """Raise InputError unless t is a strided tensor of bfloat16, float16 or float32 on a CPU or GPU; with so many
     dimensions, of this shape (None: any size), dtype and on this device, where they are given."""
@@ -111,12 +102,6 @@ def check_layer(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None)
         if t is not None or name in ("up", "down"):
             check_tensor(name, t, shape=shape, dtype=x.dtype, device=x.device)
     return tensors
-
-
-def check_packed(packed: TwELL) -> None:
-    """Raise InputError for anything but a TwELL."""
-    if not isinstance(packed, TwELL):
-        raise InputError(f"packed is a {type(packed).__name__}; a TwELL, as pack() returns it, is accepted")
 
 
 def check_backend(backend: str | None, *tensors: Tensor | None) -> bool:

@@ -24,6 +24,7 @@ from .reference import GatedFeedForward, PlainFeedForward
 GRAPH_TOKENS = 256  # up to so many tokens a layer takes about as long as its launches: graph replays are timed too
 ROTATED = 3  # how many inputs take turns in a timing
 Name = TypeVar("Name", bound=Hashable)  # of a call that is timed
+Timed = Callable[[int], object]  # given the number of its turn
 
 
 class WrongResult(TwellError, ArithmeticError):
@@ -38,10 +39,9 @@ def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 
 
     kind "lognormal": 30% of the neurons never fire, and the others' rates are lognormal with sigma 1.5 (roughly as in
     trained models), none above 0.95. "uniform": every neuron fires equally often. Raises InputError for anything else,
-    and for an nnz above 0.6 d_ff.
-    """
+    and for an nnz above 0.6 d_ff."""
     _check_sizes(d_ff=(d_ff, 1))
-    _check_fits(16 * d_ff, f"d_ff {d_ff}")
+    _check_fits(16 * d_ff, f"d_ff {d_ff}", torch.device("cpu"))
     if isinstance(nnz, bool) or not isinstance(nnz, (int, float)) or not 0 <= nnz <= 0.6 * d_ff:
         raise InputError(f"nnz is {nnz}; 0 to {0.6 * d_ff:g} (0.6 d_ff) can be drawn")
     if kind == "uniform":
@@ -58,12 +58,8 @@ def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 
 
 def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype, device, *, seed: int = 0):
     """Draw a workload: (a dense gated layer, a list of `ROTATED` inputs [tokens, d_model]), on which about nnz neurons
-    fire at a token, at the rates of `firing_rates`.
-
-    The first component of every input is a constant, and the gate's weights for it set each neuron's threshold. The
-    rest of the product is standard normal: so neurons fire independently, each at its own rate, through a real GEMM.
-    Raises InputError for a size, nnz, kind, dtype or seed that is not accepted, or more than fits the device's memory.
-    """
+    fire at a token, at the rates of `firing_rates`. Raises InputError for a size, nnz, kind, dtype or seed that is not
+    accepted, or more than fits the device's memory."""
     _check_sizes(tokens=(tokens, 1), d_model=(d_model, 8), d_ff=(d_ff, 1))
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise InputError(f"seed is {seed!r:.80}; a whole number from 0 to 2**63 - 1 is accepted")
@@ -77,10 +73,13 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
 
 def drawn(rates: Tensor, tokens: int, d_model: int, dtype, device, *, shrink: float, gated: bool = True, seed: int = 0):
     """Draw a layer and inputs as `workload` does, for given firing rates [d_ff]. gated: whether the layer has a gate.
-    shrink: a number by which the down projection is divided."""
+    shrink: a number by which the down projection is divided.
+
+    The first component of every input is a constant, and the gate's weights for it set each neuron's threshold. The
+    rest of the product is standard normal: so neurons fire independently, each at its own rate, through a real GEMM."""
     d_ff = rates.numel()
     generator = torch.Generator(device).manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)
     kind = GatedFeedForward if gated else PlainFeedForward
     layer = kind(d_model, d_ff).requires_grad_(False).to_empty(device=device)
     constant = d_model**0.5
@@ -93,12 +92,10 @@ def drawn(rates: Tensor, tokens: int, d_model: int, dtype, device, *, shrink: fl
     if gated:
         layer.up_proj.weight.data = normal(d_ff, d_model) / d_model**0.5
     layer.down_proj.weight.data = normal(d_model, d_ff) / shrink
-    inputs = []
-    for _ in range(ROTATED):
-        x = normal(tokens, d_model)
+    inputs = [normal(tokens, d_model) for _ in range(ROTATED)]
+    for x in inputs:
         x[:, 0] = constant
-        inputs.append(x.to(dtype))
-    return layer.to(dtype), inputs
+    return layer.to(dtype), [x.to(dtype) for x in inputs]
 
 
 def _check_sizes(**sizes: tuple[int, int]) -> None:
@@ -108,29 +105,23 @@ def _check_sizes(**sizes: tuple[int, int]) -> None:
             raise InputError(f"{name} is {size!r:.80}; a whole number from {least} to 2**63 - 1 is accepted")
 
 
-def _check_fits(needed: int, what: str, device: torch.device | None = None) -> None:
+def _check_fits(needed: int, what: str, device: torch.device) -> None:
     """Raise InputError where so many bytes are more than the device has, before any of them is allocated."""
-    kind = "cpu" if device is None else device.type
-    there = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else core.memory()
+    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else core.memory()
     if there is not None and needed > there:
-        raise InputError(
-            f"{what}: {needed / 2**30:,.1f} GiB of memory at least, and {kind} has {there / 2**30:,.1f}; "
-            "smaller sizes are accepted"
-        )
+        has = f"{needed / 2**30:,.1f} GiB of memory at least, and {device.type} has {there / 2**30:,.1f}"
+        raise InputError(f"{what}: {has}; smaller sizes are accepted")
 
 
 # ---- correctness, before any clock starts ----
 
 
-def check(
-    dense: nn.Module, layer, x: Tensor, rows: int = 64, *, call: Callable[[Tensor], Tensor] | None = None
-) -> float:
+def check(dense: nn.Module, layer, x: Tensor, rows: int = 64, *, call: Callable | None = None) -> float:
     """Compare a layer with float64 on `rows` rows spread over x; returns the worst ratio of error to what is allowed.
 
     layer: what has gate, up and down projections (gate None: a plain layer). call: what computes its result, by default
-    the layer itself. Raises WrongResult, naming the row, if the promise of twell_lab.ops.accuracy is broken. Raises it
-    too if the dense module computes something else than the layer's weights say, since the promise allows for its
-    error."""
+    the layer itself. Raises WrongResult, naming the row, if the promise of twell_lab.ops.accuracy is broken, and if the
+    dense module, whose error the promise allows for, computes something else than the layer's weights say."""
     picked = torch.linspace(0, x.shape[0] - 1, min(rows, x.shape[0]), device=x.device).long()
     y, reached = (layer if call is None else call)(x)[picked], dense(x)[picked]
     gate, up, down = layer.gate, layer.up, layer.down
@@ -158,17 +149,13 @@ def quartiles(samples: list[float]) -> tuple[float, float]:
     return middle, high - low
 
 
-def time_cpu(
-    calls: dict[str, Callable[[int], object]], seconds: float, *, cold: bool = False
-) -> dict[str, list[float]]:
+def time_cpu(calls: dict[Name, Timed], seconds: float, *, cold: bool = False) -> dict[Name, list[float]]:
     """Return milliseconds of each call, for the named calls in turn, until `seconds` have passed.
 
     A turn is twenty calls, one after the other, as of a layer that is used again and again, whose weights stay in the
     cache as far as they fit; there are at least two turns. cold: a turn is one call after 128 MiB of something else
-    were read, as of a layer inside a large model, whose weights have to come from memory; there are at least ten.
-    """
-    other = torch.zeros(2**25) if cold else None
-    block, least = (1, 10) if cold else (20, 40)
+    were read, as of a layer inside a large model, whose weights have to come from memory; there are at least ten."""
+    other, block, least = (torch.zeros(2**25), 1, 10) if cold else (None, 20, 40)
     for call in calls.values():
         call(0), call(1)
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -198,17 +185,13 @@ def _events(call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Ev
     return start, end
 
 
-def time_cuda(
-    calls: dict[Name, Callable[[int], object]], rounds: int = 30, *, warm: int = ROTATED
-) -> dict[Name, list[float]]:
+def time_cuda(calls: dict[Name, Timed], rounds: int = 30, *, warm: int = ROTATED) -> dict[Name, list[float]]:
     """Return milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times;
     `warm` calls of each come before.
 
     Before each call a gigabyte is read, as often as its host needs time to prepare it, going by the last warm call (and
-    by one read that is timed first, on a GPU that is slow to read). Afterwards the L2 cache holds
-    nothing that the call needs, and meanwhile the launches have been prepared: so these are times of the device, not of
-    the host.
-    """
+    by one read that is timed first, on a GPU that is slow to read). So the L2 cache holds nothing that the call needs,
+    its launches have been prepared, and these are times of the device, not of the host."""
     flush = torch.zeros(2**28, dtype=torch.float32, device="cuda")
     flush.sum()
     start, end = _events(flush.sum)
@@ -233,24 +216,19 @@ def time_cuda(
 
 
 def time_calls(
-    calls: dict[Name, Callable[[int], object]], device: torch.device, *, seconds: float = 0.1, beside: int = 0
+    calls: dict[Name, Timed], device: torch.device, *, seconds: float = 0.1, beside: int = 0
 ) -> dict[Name, list[float]]:
     """Return milliseconds of each plain call, until the device has finished it, for the named calls in turn.
 
     On a GPU by device events, after the L2 cache was emptied and the GPU has nothing left to do: so it is the host's
-    time or the device's, whichever is longer, as a call among others in a model takes.
-
-    Args:
-        calls: each takes the number of its turn.
-        device: where they run.
-        seconds: about how long to go on, for 5 to 40 turns.
-        beside: on a CPU, how many bytes of other weights come through the caches between two calls; up to 64 MiB are.
-    """
+    time or the device's, whichever is longer, as a call among others in a model takes. seconds: about how long to go
+    on, for 5 to 40 turns. beside: on a CPU, how many bytes of other weights come through the caches between two calls;
+    up to 64 MiB are."""
     on_gpu = device.type == "cuda"
     with torch.cuda.device(device) if on_gpu else nullcontext():
         others = torch.zeros((2**30 if on_gpu else min(beside, 2**26)) // 8, dtype=torch.int64, device=device)
 
-        def milliseconds(call: Callable[[int], object], turn: int) -> float:
+        def milliseconds(call: Timed, turn: int) -> float:
             others.sum()
             if on_gpu:
                 torch.cuda.synchronize()
@@ -276,12 +254,7 @@ def time_calls(
 
 
 def time_bursts(
-    calls: dict[Name, Callable[[int], object]],
-    wait: Callable[[], object],
-    *,
-    rounds: int = 5,
-    count: int = 10,
-    warm: int | None = None,
+    calls: dict[Name, Timed], wait: Callable, *, rounds: int = 5, count: int = 10, warm: int | None = None
 ) -> dict[Name, tuple[list[float], list[float]]]:
     """Return two lists of milliseconds a call, for each named call in turn: of a burst of `count` plain calls, until
     the last one returned, and until the device had finished all of them.
@@ -305,7 +278,7 @@ def time_bursts(
     return samples
 
 
-def graphed(call: Callable[[int], object], inputs: int = ROTATED) -> Callable[[int], object]:
+def graphed(call: Timed, inputs: int = ROTATED) -> Timed:
     """Return the call as CUDA graphs, one for each of so many inputs, so that a replay costs a single launch."""
     graphs = []
     for turn in range(inputs):
@@ -331,7 +304,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def peak_bytes(call: Callable[[int], object]) -> int:
+def peak_bytes(call: Timed) -> int:
     """Return the most bytes that one call holds on the GPU beyond what was there before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core import InputError
 from ..cuda.launch import Buffer, Call, Entry, Source, sixteen_bits, value
+from .listed import plain_or_gated
 from .survivors import Survivors
 
 _MOST_CHUNKS = 256
@@ -49,12 +49,9 @@ GRADIENTS = Source(
         "weight_gradients_v2": Entry(32 * _BLOCK_WARPS, "ppppppppppppppi"),
         "weight_gradients_finish_v2": Entry(32 * _BLOCK_WARPS, "pppppppppppi"),
     },
-    builds=lambda dtype, widths, capability: [
-        (*macros, *more) for macros in sixteen_bits(dtype) for more in ((), (("GATED", 0),))
-    ],
+    builds=plain_or_gated,
     constants=(*_SHARED, ("LAUNCH_SLAB", _WIDTH)),
 )
-Gradients = tuple[Any, Any, Any, Any, Any]
 
 
 class Columns(NamedTuple):
@@ -70,21 +67,18 @@ class Columns(NamedTuple):
     plan: Any
 
 
-def by_column(
-    call: Call, s: Survivors, dh: Buffer, d_ff: int, dtype: torch.dtype, pieces: int = _MOST_PIECES
-) -> Columns:
+def by_column(call: Call, s: Survivors, dh, d_ff: int, dtype: torch.dtype, pieces: int = _MOST_PIECES) -> Columns:
     """Sort the survivors s, whose values are of `dtype`, with dh float32 [capacity], by neuron.
 
-    pieces: how many pieces the longest lists may be cut into, together. Raises InputError for too many tokens."""
+    pieces: how many pieces the longest lists may be cut into, together."""
     tokens, macros = len(s.spans), value(dtype)
-    chunks, rows = _chunks(tokens, d_ff)
+    rows = max(_LEAST_ROWS, -(-tokens // max(1, min(_MOST_CHUNKS, _COUNTS // d_ff))))  # of a chunk
+    chunks = -(-tokens // rows)
     shapes = [(len(s.words), 4), (d_ff + 1,), (d_ff,), (pieces, 2), (d_ff,), (_PLAN_INTS,)]
     counts, totals, *columns = (call.empty(*shape, dtype=torch.int32) for shape in ((chunks, d_ff), (d_ff,), *shapes))
     made = Columns(*columns)
 
-    def launch(name: str, grid: tuple[int, int], *arguments) -> None:
-        call.launch(COLUMNS.kernel(f"columns_{name}_v2", macros), grid, *arguments)
-
+    launch = lambda name, grid, *given: call.launch(COLUMNS.kernel(f"columns_{name}_v2", macros), grid, *given)
     launch("count", (chunks, -(-d_ff // _COUNT_SLAB)), s.spans, s.words, counts, tokens, d_ff, rows)
     launch("scan", (-(-d_ff // 32), 1), counts, totals, chunks, d_ff)
     launch("plan", (1, 1), totals, *made[1:], d_ff, _UNITS_A_PIECE * pieces)
@@ -93,18 +87,7 @@ def by_column(
     return made
 
 
-def _chunks(tokens: int, d_ff: int) -> tuple[int, int]:
-    """Return (chunks, rows of a chunk) for counting the survivors."""
-    chunks = max(1, min(_MOST_CHUNKS, _COUNTS // d_ff))
-    rows = max(_LEAST_ROWS, -(-tokens // chunks))
-    if rows > 65535:
-        raise InputError(f"there are {tokens} tokens; at most {chunks * 65535} are accepted at once for d_ff {d_ff}")
-    return -(-tokens // rows), rows
-
-
-def weight_gradients(
-    call: Call, x: Buffer, dy: Buffer, s: Survivors, dh: Buffer, d_ff: int, biases: bool, version: int = 2
-) -> Gradients:
+def weight_gradients(call: Call, x, dy, s: Survivors, dh, d_ff: int, biases: bool, version: int = 2) -> tuple:
     """Compute (dgate, dup, ddown_t, dgate_bias, dup_bias), of x's dtype: [d_ff, d_model], the biases' [d_ff].
 
     x, dy: [tokens, d_model], 16-bit, rows of a multiple of 8 values; s: the survivors of x; dh: float32 [capacity], the
@@ -120,7 +103,7 @@ def weight_gradients(
     sums = 3 if gated else 2
     pieces = max(_LEAST_PIECES, min(_MOST_PIECES, _PARTIAL_BYTES // (4 * sums * d_model)))
     columns = by_column(call, s, dh, d_ff, x.dtype, pieces)
-    macros = (*value(x.dtype), *(() if gated else (("GATED", 0),)))
+    macros = plain_or_gated(x.dtype)[not gated]
 
     def launch(name: str, grid: tuple[int, int], *buffers: Buffer) -> None:
         call.launch(GRADIENTS.kernel(f"weight_gradients_{name}", macros), grid, *buffers, *outputs, d_model)
@@ -130,13 +113,10 @@ def weight_gradients(
         return outputs
     partials, bias_partials = (call.empty(pieces, width, dtype=torch.float32) for width in (sums * d_model, 2))
     plan = (columns.starts, columns.order, columns.pieces, columns.plan, columns.records)
-    launch("v2", (_most_blocks(d_ff, pieces), -(-d_model // _WIDTH)), x, dy, *plan, partials, bias_partials)
+    # The most blocks that a plan can have: a warp for each list, for long lists less than two for each unit, rounded up
+    # to whole blocks in each class.
+    blocks = -(-(d_ff + 2 * _UNITS_A_PIECE * pieces) // _BLOCK_WARPS) + _CLASSES
+    launch("v2", (blocks, -(-d_model // _WIDTH)), x, dy, *plan, partials, bias_partials)
     finish = (columns.starts, columns.order, columns.first_piece, columns.plan, partials, bias_partials)
     launch("finish_v2", (pieces // 2, -(-sums * d_model // 1024)), *finish)
     return outputs
-
-
-def _most_blocks(d_ff: int, pieces: int) -> int:
-    """Return the most blocks that a plan can have: a warp for each list, for long lists less than two for each unit,
-    rounded up to whole blocks in each class."""
-    return -(-(d_ff + 2 * _UNITS_A_PIECE * pieces) // _BLOCK_WARPS) + _CLASSES

@@ -1,8 +1,7 @@
 """The feed-forward layer on a CPU, in torch operations that skip the zeros.
 
-After the gate, one kept value ("entry") costs a row of `up`, gathered and multiplied, and a row of `down_t`, gathered,
-scaled and added to the output. Entries are taken 128 at a time, so that what is gathered stays in the L2 cache
-instead of travelling to memory and back.
+After the gate, one kept value ("entry") costs a row of `up`, gathered and multiplied, and a row of `down` transposed,
+gathered, scaled and added. Entries are taken 128 at a time, so that what is gathered stays in the L2 cache.
 
 Sums are one step wider than the values. For 16-bit values that is what torch's dense layer does too. For float32 it
 means float64: two or three float32 terms can cancel so that the dense layer is exact by luck, and no other order of
@@ -23,9 +22,8 @@ from .activation import RELU, Activation
 
 _ENTRIES_AT_ONCE = 128
 # torch shares operations on more elements among its threads, which where others use the machine wait for each other: a
-# token's rows are taken as many at a time as stay below.
+# single token's rows are taken as many at a time as stay below.
 _ALONE = 32768
-_TOKENS_ALONE = 1
 # Up to how many entries it is faster to skip the silent neurons (`_pays`). An entry takes about as long as the dense
 # layer takes for _ENTRY_COST neurons, and up to _TOKENS_FREE tokens the dense layer takes as long as for one. Measured
 # on two AVX-512 cores at d_model 2048, d_ff 5632.
@@ -48,166 +46,75 @@ class _AsPacked(Activation):
 PACKED = _AsPacked("packed")
 
 
-def gated(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor | None,
-    down_t: Tensor,
-    up_bias,
-    down_bias,
-    made_by=None,
-    follow=True,
-    acts: Activation = RELU,
-) -> Tensor:
-    """(act(gate) * (x up^T + up_bias)) down^T + down_bias; gate [tokens, d_ff] before the activation.
+def layer(x, gate, up, down, gate_bias, up_bias, down_bias, acts: Activation = RELU) -> Tensor:
+    """Compute a layer: x [tokens, d_model] -> [tokens, d_model]; gate None for a plain layer. down: [d_model, d_ff],
+    fastest where it is stored transposed. There torch's layer, which is stored as it was, adds in another order."""
+    made_by, beside = ((up, up_bias), (None, None)) if gate is None else ((gate, gate_bias), (up, up_bias))
+    follow = down.is_contiguous() or acts != RELU
+    return after_gate(x, linear(x, *made_by), *beside, down, down_bias, made_by, follow, acts)
 
-    down: None where only its transpose is given. made_by: the weight and bias from which gate was computed with x, or
-    None where the values of gate itself are the input. follow: whether these tensors are those of torch's layer, so
-    that the same operations give the same bits."""
-    token, neuron, value = _entries(gate, acts)
-    if _pays(gate, token.numel()):
-        if x.dtype == torch.float32:
-            value = value if made_by is None else _summed_again(x, token, neuron, *made_by, acts)
-            y = _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias, acts)
-        else:
-            y = _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias, acts)
-    elif not follow and x.dtype == torch.float32:
-        x, gate, up, down_t, up_bias, down_bias, *made_by = _double(
-            x, gate, up, down_t, up_bias, down_bias, *made_by or ()
-        )
-        first = linear(x, *made_by) if made_by else gate
-        return reference.gated(x, first, up, down_t.t(), up_bias, down_bias, acts).float()
+
+def after_gate(x, first, up, up_bias, down, down_bias, made_by=None, follow=False, acts: Activation = PACKED) -> Tensor:
+    """Compute (act(first) * (x up^T + up_bias)) down^T + down_bias, or act(first) down^T + down_bias where up is None.
+
+    first: [tokens, d_ff], the gate before the activation. made_by: the weight and bias from which it was computed with
+    x, or None where its values are the input; then x may be None without up. follow: whether these tensors are those of
+    torch's layer, so that the same operations give the same bits."""
+    token, neuron, value = _entries(first, acts)
+    # Rows that are not finite show in every neuron of an activation that returns to zero.
+    shown = up is None and acts.falls_back and not math.isfinite(x.sum())
+    if shown or not _pays(first, token.numel()):
+        y = _dense(x, first, up, up_bias, down, down_bias, made_by, follow, acts)
     else:
-        kept = acts.keeps(gate)
-        hidden = torch.where(kept, acts.value(gate) * acts.of_up(linear(x, up, up_bias)), torch.zeros_like(gate))
-        y = linear(hidden, _as_stored(down, down_t), down_bias)
+        short = first.dtype != torch.float32
+        wide = x if short or x is None else x.double()
+        if not short and made_by is not None:  # 0 for an entry that was positive only because of rounding
+            value = acts.value(_products(wide, token, neuron, *made_by))
+        if up is not None:
+            value = value * acts.of_up(_products(wide, token, neuron, up, up_bias))
+        y = (_sum_short if short else _sum_wide)(value, token, neuron, down.t(), len(first), down_bias)
     # With an infinity or NaN in x its sum is not finite. (After an overflow it is not either; then no row is spoilt.)
-    if not math.isfinite(x.sum()):
-        rows = reference.spoilt(x, acts.keeps(gate))
+    if up is not None and not math.isfinite(x.sum()):
+        rows = reference.spoilt(x, acts.keeps(first))
         if acts.both:
-            y[rows] = reference.gated(x[rows], gate[rows], up, _as_stored(down, down_t), up_bias, down_bias, acts)
+            y[rows] = reference.gated(x[rows], first[rows], up, down, up_bias, down_bias, acts)
         else:
             y[rows] = torch.nan
     return y
 
 
-def plain(
-    gate: Tensor,
-    down: Tensor | None,
-    down_t: Tensor,
-    bias,
-    x: Tensor | None = None,
-    made_by=None,
-    follow=True,
-    acts: Activation = RELU,
-) -> Tensor:
-    """act(gate) down^T + bias; gate [tokens, d_ff] before the activation. down, made_by, follow: see gated; x: what
-    gate was computed from."""
-    token, neuron, value = _entries(gate, acts)
-    # Rows that are not finite show in every neuron of an activation that returns to zero.
-    spoilt = acts.falls_back and x is not None and not math.isfinite(x.sum())
-    if spoilt or not _pays(gate, token.numel()):
-        if not follow and gate.dtype == torch.float32:
-            x, gate, down_t, bias, *made_by = _double(x, gate, down_t, bias, *made_by or ())
-            return linear(acts.dense(linear(x, *made_by) if made_by else gate), down_t.t(), bias).float()
-        return linear(acts.dense(gate), _as_stored(down, down_t), bias)
-    tokens = gate.shape[0]
-    if gate.dtype != torch.float32:
-        return _sum_short(value, token, neuron, down_t, tokens, bias)
-    value = value if made_by is None else _summed_again(x, token, neuron, *made_by, acts)
-    y = _start_wide(tokens, down_t, bias)
-    for t, n, v in _chunks(token, neuron, value, rows=_at_once(tokens, down_t.shape[1])):
-        _add_wide(y, v.double(), t, down_t.index_select(0, n))
-    return y.float()
+def _dense(x, first, up, up_bias, down, down_bias, made_by, follow: bool, acts: Activation) -> Tensor:
+    """Compute `after_gate` for all neurons."""
+    dtype = first.dtype
+    if not follow and dtype == torch.float32:
+        tensors = (x, first, up, up_bias, down, down_bias, *(made_by or ()))
+        x, first, up, up_bias, down, down_bias, *made_by = (t if t is None else t.double() for t in tensors)
+        first = linear(x, *made_by) if made_by else first
+    if up is None:
+        return linear(acts.dense(first), down, down_bias).to(dtype)
+    hidden = acts.value(first) * acts.of_up(linear(x, up, up_bias))
+    return linear(torch.where(acts.keeps(first), hidden, torch.zeros_like(first)), down, down_bias).to(dtype)
 
 
-def layer(x, gate, up, down, gate_bias, up_bias, down_bias, acts: Activation = RELU) -> Tensor:
-    """Compute a layer: x [tokens, d_model] -> [tokens, d_model]; gate None for a plain layer. down: [d_model, d_ff],
-    fastest where it is stored transposed. There torch's layer, which is stored as it was, adds in another order."""
-    follow = down.is_contiguous() or acts != RELU
-    if gate is None:
-        return plain(linear(x, up, up_bias), down, down.t(), down_bias, x, (up, up_bias), follow, acts)
-    first = linear(x, gate, gate_bias)
-    return gated(x, first, up, down, down.t(), up_bias, down_bias, (gate, gate_bias), follow, acts)
-
-
-def _entries(gate: Tensor, acts: Activation = RELU) -> tuple[Tensor, Tensor, Tensor]:
+def _entries(first: Tensor, acts: Activation) -> tuple[Tensor, Tensor, Tensor]:
     """(token, neuron, value) of what fires, tokens ascending. relu leaves NaN as it is, and NaN is not zero.
 
-    For one token, starting an operation takes longer than the operation itself, so there are as few as possible.
-    """
-    fired = torch.relu(gate) if acts.kind == "relu" else acts.applied(gate)
+    For one token, starting an operation takes longer than the operation itself, so there are as few as possible."""
+    fired = torch.relu(first) if acts.kind == "relu" else acts.applied(first)
     token, neuron = fired.nonzero(as_tuple=True)
-    return token, neuron, fired[0].index_select(0, neuron) if gate.shape[0] == 1 else fired[token, neuron]
+    return token, neuron, fired[0].index_select(0, neuron) if len(first) == 1 else fired[token, neuron]
 
 
-def _summed_again(
-    x: Tensor, token: Tensor, neuron: Tensor, weight: Tensor, bias: Tensor | None, acts: Activation
-) -> Tensor:
-    """The gate of each entry after the activation, in float64; 0 for an entry that was positive only because of
-    rounding. Another threshold than the ReLU's has decided already, on the values as they were rounded."""
-    x = x.double()
-    made = [
-        _dots(x, weight.index_select(0, n).double(), None if bias is None else bias[n].double(), t)
-        for t, n in _chunks(token, neuron, rows=_at_once(len(x), weight.shape[1]))
-    ]
-    return acts.value(torch.cat([x.new_empty(0), *made]))
-
-
-def _double(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.double() for t in tensors]
-
-
-def _as_stored(down: Tensor | None, down_t: Tensor) -> Tensor:
-    """down, contiguous as the dense layer stores it: for a transposed view the GEMM would sum in another order."""
-    return down_t.t().contiguous() if down is None else down
-
-
-def _pays(gate: Tensor, entries: int) -> bool:
+def _pays(first: Tensor, entries: int) -> bool:
     """Return whether skipping the silent neurons is faster than computing all."""
-    tokens, d_ff = gate.shape
-    return entries * _ENTRY_COST <= d_ff * max(1.0, tokens / _TOKENS_FREE[gate.dtype])
+    tokens, d_ff = first.shape
+    return entries * _ENTRY_COST <= d_ff * max(1.0, tokens / _TOKENS_FREE[first.dtype])
 
 
-def _chunks(*lists: Tensor, rows: int = _ENTRIES_AT_ONCE):
-    """The lists, cut into parts of `rows` entries."""
+def _chunks(tokens: int, width: int, *lists: Tensor):
+    """The lists, cut into parts of as many entries as rows of this width are gathered at a time."""
+    rows = max(1, min(_ENTRIES_AT_ONCE, _ALONE // width)) if tokens == 1 else _ENTRIES_AT_ONCE
     return zip(*(each.split(rows) for each in lists)) if lists[0].numel() else ()
-
-
-def _at_once(tokens: int, width: int) -> int:
-    """Of how many entries rows of this width are gathered at a time."""
-    return max(1, min(_ENTRIES_AT_ONCE, _ALONE // width)) if tokens <= _TOKENS_ALONE else _ENTRIES_AT_ONCE
-
-
-def _gated_wide(x, value, token, neuron, up, down_t, up_bias, down_bias, acts) -> Tensor:
-    """float32 values, float64 sums; value is of either."""
-    if x.shape[0] == 1:
-        y, token = _start_wide(1, down_t, down_bias)[0], x[0].double()
-        for n, v in _chunks(neuron, value, rows=_at_once(1, up.shape[1])):
-            hidden = torch.mv(up.index_select(0, n).double(), token)
-            hidden = v * acts.of_up(hidden if up_bias is None else hidden + up_bias[n])
-            y += hidden @ down_t.index_select(0, n).double()
-        return y.float()[None]
-    y, x = _start_wide(x.shape[0], down_t, down_bias), x.double()
-    for t, n, v in _chunks(token, neuron, value, rows=_at_once(len(y), up.shape[1])):
-        bias = None if up_bias is None else up_bias[n].double()
-        _add_wide(y, v * acts.of_up(_dots(x, up.index_select(0, n).double(), bias, t)), t, down_t.index_select(0, n))
-    return y.float()
-
-
-def _gated_short(x, value, token, neuron, up, down_t, up_bias, down_bias, acts) -> Tensor:
-    """16-bit values: torch's own GEMM and embedding_bag sum them in float32, biases included."""
-    hidden = _hidden_short(x, value, token, neuron, up, up_bias, acts)
-    return _sum_short(hidden, token, neuron, down_t, x.shape[0], down_bias)
-
-
-def _hidden_short(x, value, token, neuron, up, up_bias, acts: Activation = RELU) -> Tensor:
-    hidden = [
-        v * acts.of_up(_dots(x, up.index_select(0, n), None if up_bias is None else up_bias[n], t))
-        for t, n, v in _chunks(token, neuron, value, rows=_at_once(x.shape[0], up.shape[1]))
-    ]
-    return hidden[0] if len(hidden) == 1 else torch.cat([value[:0], *hidden])
 
 
 def _span(token: Tensor, tokens: int) -> tuple[int, int]:
@@ -215,32 +122,35 @@ def _span(token: Tensor, tokens: int) -> tuple[int, int]:
     return (0, 0) if tokens == 1 else (int(token[0]), int(token[-1]))
 
 
-def _dots(x: Tensor, rows: Tensor, bias: Tensor | None, token: Tensor) -> Tensor:
-    """x[token[i]] . rows[i] + bias[i] for each i; tokens ascend.
+def _products(x: Tensor, token: Tensor, neuron: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x[token[i]] . weight[neuron[i]] + bias[neuron[i]] of each entry, in x's type.
 
-    A small GEMM multiplies all these tokens with all the rows, also pairs that are not needed. That is cheaper than
-    gathering x, and it sums in a wider type, which an elementwise product in 16 bits would not.
-    """
-    first, last = _span(token, x.shape[0])
-    dots = linear(x[first : last + 1], rows, bias)
-    return dots[0] if first == last else dots[token - first, torch.arange(token.numel(), device="cpu")]
+    A small GEMM multiplies all tokens of some entries with all their rows, also pairs that are not needed. That is
+    cheaper than gathering x, and it sums in a wider type, which an elementwise product in 16 bits would not."""
+    made = []
+    for tokens, neurons in _chunks(*x.shape, token, neuron):
+        first, last = _span(tokens, len(x))
+        rows = weight.index_select(0, neurons).to(x.dtype)
+        dots = linear(x[first : last + 1], rows, None if bias is None else bias[neurons].to(x.dtype))
+        one = first == last
+        made.append(dots[0] if one else dots[tokens - first, torch.arange(len(tokens), device="cpu")])
+    return made[0] if len(made) == 1 else torch.cat([x.new_empty(0), *made])
 
 
-def _start_wide(tokens: int, down_t: Tensor, bias: Tensor | None) -> Tensor:
-    """The float64 sums [tokens, d_model] before the first entry: the bias, or zero."""
+def _sum_wide(hidden, token, neuron, down_t, tokens: int, bias) -> Tensor:
+    """Compute `_sum_short` of float32 values, in float64."""
     y = torch.zeros(tokens, down_t.shape[1], dtype=torch.float64, device="cpu")
-    return y if bias is None else y + bias
-
-
-def _add_wide(y: Tensor, hidden: Tensor, token: Tensor, rows: Tensor) -> None:
-    """y[token] += hidden * rows, in y's dtype."""
-    first, last = _span(token, y.shape[0])
-    if first == last:
-        y[first] += hidden @ rows.to(y.dtype)
-        return
-    spread = y.new_zeros(last - first + 1, token.numel())
-    spread[token - first, torch.arange(token.numel(), device="cpu")] = hidden
-    y[first : last + 1].addmm_(spread, rows.to(y.dtype))
+    y = y if bias is None else y + bias
+    for t, n, h in _chunks(*y.shape, token, neuron, hidden.double()):
+        first, last = _span(t, tokens)
+        rows = down_t.index_select(0, n).double()
+        if first == last:
+            y[first] += h @ rows
+            continue
+        spread = y.new_zeros(last - first + 1, t.numel())
+        spread[t - first, torch.arange(t.numel(), device="cpu")] = h
+        y[first : last + 1].addmm_(spread, rows)
+    return y.float()
 
 
 def _sum_short(hidden, token, neuron, down_t, tokens: int, bias) -> Tensor:

@@ -9,9 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..core import InputError
-from ..cuda.launch import SHARED_BY_DEFAULT, Buffer, Call, Entry, Layout, Macros, Source, aligned, value
-from .activation import ACTIVATIONS, RELU, Activation, activation
+from ..cuda.launch import SHARED_BY_DEFAULT, Buffer, Entry, Layout, Macros, Source, aligned, value
+from .activation import ACTIVATIONS, RELU, Activation, activation, rounded
 from .reference import gated_ffn, plain_ffn
 
 MOST_TOKENS = 64
@@ -19,30 +18,23 @@ VERSIONS = (1, 2)
 TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
 _BAND, _DOWN_WARPS = 16, 16  # neurons of a band; warps of a block of decode_down
 _SIZES = ("BANDS", "BLOCK_WARPS", "STAGES", "BK", "RESIDENT")  # macros of the source
-# Their values, by `decode_tokens`:
+# Their values, by how many tokens a kernel is compiled for:
 _SHAPES = {1: (1, 8, 4, 64, 3), 8: (1, 8, 2, 64, 3), 16: (1, 8, 2, 64, 3), 32: (3, 8, 2, 64, 1), 64: (3, 8, 2, 32, 1)}
 _SMALLER = {32: (1, 8, 2, 32, 1), 64: (1, 8, 2, 32, 1)}  # the same on GPUs with 99 or 163 KiB of shared memory a block
-# Lanes of a row of down_t, by `decode_tokens`, for activations other than the ReLU, which may leave half of the neurons
-# firing.
+# Lanes of a row of down_t, for activations other than the ReLU, which may leave half of the neurons firing.
 _DOWN_LANES = {1: 4, 8: 8, 16: 16}
 
 
-def decode_tokens(tokens: int) -> int:
-    """Return the number of tokens that the decode kernel for this many tokens is compiled for."""
-    return 1 if tokens == 1 else 8 if tokens <= 8 else 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-
-
-def decode_shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
-    """Return BANDS, BLOCK_WARPS, STAGES, BK and RESIDENT for `rows` tokens, as `decode_tokens` gives them.
-
-    From 17 tokens on a multiprocessor holds one block, and reading the weights and x takes most of the time. So a block
-    has three bands or two, whichever leaves the busiest multiprocessor less to read."""
+def _shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocessors: int) -> tuple[int, ...]:
+    """Return BANDS, BLOCK_WARPS, STAGES, BK and RESIDENT for at most `rows` tokens."""
     shape = _SHAPES[rows]
     if capability[0] not in (9, 10):
         return _SMALLER.get(rows, shape)
     if rows <= 16:
         return shape
 
+    # A multiprocessor then holds one block, and reading the weights and x takes most of the time. So a block has three
+    # bands or two, whichever leaves the busiest multiprocessor less to read.
     def busiest(bands: int) -> int:
         return -(-d_ff // (_BAND * bands * multiprocessors)) * (_BAND * bands + rows)
 
@@ -50,11 +42,8 @@ def decode_shape(rows: int, d_ff: int, capability: tuple[int, int], multiprocess
 
 
 @lru_cache(maxsize=1024)
-def specialisation(
-    dtype: torch.dtype, d_model: int, rows: int, shape: tuple[int, ...], acts: Macros = ()
-) -> tuple[Macros, int]:
-    """Return (macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens and a shape from
-    `decode_shape`. acts: the macros of the activation."""
+def specialisation(dtype: torch.dtype, d_model: int, rows: int, shape: tuple, acts: Macros = ()) -> tuple[Macros, int]:
+    """Return (macros, bytes of dynamic shared memory of decode_gate_v2) for `rows` tokens in this shape."""
     bands, warps, stages, step, _ = shape
     padded, neurons = -(-rows // 8) * 8, bands * _BAND
     shared = warps * max(stages * (neurons + rows) * step * 2, padded * (neurons + 4) * 4)
@@ -62,16 +51,14 @@ def specialisation(
     if acts and rows in _DOWN_LANES:
         macros += (("DOWN_LANES", _DOWN_LANES[rows]),)
     macros += (("LAUNCH_SHARED", shared),)
-    if shared > SHARED_BY_DEFAULT - 16 * 1024:
-        # With the kernel's static shared memory this is more than a launch gets without permission. A number above
-        # SHARED_BY_DEFAULT makes the launch ask for it.
-        shared = max(shared, SHARED_BY_DEFAULT + 16)
-    return macros, shared
+    # With the kernel's static shared memory this may be more than a launch gets without permission. A number above
+    # SHARED_BY_DEFAULT makes the launch ask for it.
+    return macros, max(shared, SHARED_BY_DEFAULT + 16) if shared > SHARED_BY_DEFAULT - 16 * 1024 else shared
 
 
 def _builds(dtype: torch.dtype, widths, capability: tuple[int, int]) -> list[Macros]:
-    """List each width and number of tokens, in every shape that `decode_shape` returns for some GPU; and for the other
-    activations in those for this one."""
+    """List each width and number of tokens, in the shapes of every GPU; and for the other activations in those of this
+    one."""
     if dtype.itemsize != 2:
         return []
     wide = [(rows, (bands, *_SHAPES[rows][1:])) for rows in (32, 64) for bands in (2, 3)]
@@ -107,27 +94,16 @@ def takes(capability: tuple[int, int], x: Buffer | Layout, up: Buffer | Layout) 
 
 
 def decode(
-    call: Call,
-    x: Buffer,
-    gate: Buffer | None,
-    up: Buffer,
-    down_t: Buffer,
-    gate_bias: Buffer | None = None,
-    up_bias: Buffer | None = None,
-    down_bias: Buffer | None = None,
-    version: int = VERSIONS[-1],
-    acts: Activation = RELU,
+    call, x, gate, up, down_t, gate_bias=None, up_bias=None, down_bias=None, version=2, acts: Activation = RELU
 ) -> Buffer:
     """Add a sparse feed-forward layer for few tokens: x [tokens, d_model] -> y [tokens, d_model]; see `takes`.
 
     gate, up, down_t: [d_ff, d_model]; gate None for a plain layer, act(x up^T + up_bias) down^T + down_bias.
     version: 1 or 2. acts: what fires."""
-    if version not in VERSIONS:
-        raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
     (d_ff, d_model), tokens = up.shape, len(x)
-    rows = decode_tokens(tokens)
-    shape = decode_shape(rows, d_ff, call.capability, call.units)
-    macros, shared = specialisation(x.dtype, d_model, rows, shape, acts.macros)
+    rows = next(most for most in _SHAPES if tokens <= most)
+    shape = _shape(rows, d_ff, call.capability, call.units)
+    macros, shared = specialisation(x.dtype, d_model, rows, shape, activation(acts.kind, acts.both))
     neurons, shared = (_BAND * shape[0], shared) if version > 1 else (_BAND, 0)
     tiles, columns = -(-d_ff // _BAND), dict(macros).get("DOWN_LANES", 32) * 8  # of y, those of a block of decode_down
     values = call.empty(tokens, tiles * _BAND, dtype=torch.float32)
@@ -136,23 +112,14 @@ def decode(
     first, first_bias, second = (up, up_bias, None) if gate is None else (gate, gate_bias, up)
     weights, hidden = (first, first_bias, second, up_bias, down_t), (masks, values)
     of_gate = DECODE.kernel(f"decode_gate_v{version}", macros, shared, early=True)
-    numbers = (None, tokens, d_ff, acts.bound(x.dtype))  # None: nothing is counted
+    numbers = (None, tokens, d_ff, rounded(acts.threshold, x.dtype))  # None: nothing is counted
     call.launch(of_gate, (-(-d_ff // neurons), 1), x, *weights, hidden, *numbers)
     of_down = DECODE.kernel("decode_down", macros, early=True)
     call.launch(of_down, (-(-d_model // columns), tokens), hidden, down_t, down_bias, y, tiles)
     return y
 
 
-def reference(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down_t: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    acts: Activation = RELU,
-) -> Tensor:
+def reference(x, gate, up, down_t, gate_bias=None, up_bias=None, down_bias=None, acts: Activation = RELU) -> Tensor:
     """Return what `decode` computes, from torch's operations."""
     if gate is None:
         return plain_ffn(x, up, down_t.t(), up_bias, down_bias, acts)

@@ -9,11 +9,9 @@ Three paths compute the same function:
 Each runs on the best kernels that take the call: `sm90_` (Hopper), the decode kernels for few tokens, or, after torch's
 own gate GEMM, the kernels that list or pack its values.
 
-A tile that holds more values than it has words for puts the rest into a pool that 16 rows share; a row that the pool
-cannot hold, or that has more than HEAVY values, is finished by `down_rows` from the dense weights. So overflow costs
-time for that row, never a value, and the host does not learn of it.
-
-What runs depends on the layouts of the tensors alone. So it is decided, and its launches are written, once for each
+A row that the pool of a packed gate (ops.gate_pack) cannot hold, or that has more than HEAVY values, is finished by
+`down_rows` from the dense weights. So overflow costs time for that row, never a value, and the host does not learn of
+it. What runs depends on the layouts of the tensors alone. So it is decided, and its launches are written, once for each
 (`_prepared`); all layers of a shape share them."""
 
 from __future__ import annotations
@@ -28,8 +26,9 @@ from torch.nn.functional import linear
 
 from ..cuda.launch import Call, Layout, aligned, capability, layout, run
 from ..formats.twell import TILE, WORDS
-from . import decode, down, down_rows, down_sums, gate_pack, gate_up, gated, listed, pack, spread
+from . import decode, down, down_rows, down_sums, gate_pack, gate_up, gated, listed, pack
 from .activation import RELU, Activation
+from .checks import is_turned
 
 _NO_TAIL = (None, None, None)
 _PIECE = 32768  # tokens of one pass: more are computed in several passes, so that the workspace stays bounded
@@ -51,33 +50,23 @@ Run = Any  # a Call, or one of the classes below: called with x and the weights,
 
 
 def infer(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    path: str,
-    hot: int = 0,
-    tile: int = TILE,
-    words: int = WORDS,
-    acts: Activation = RELU,
+    x, gate, up, down, gate_bias, up_bias, down_bias, path: str, hot=0, tile=TILE, words=WORDS, acts: Activation = RELU
 ) -> Tensor:
     """Compute one layer on a GPU, without gradients: x [..., d_model] -> [..., d_model]. gate: None for a plain layer.
-
-    gate and up: contiguous [d_ff, d_model]; down: [d_model, d_ff], for all paths but "dense" stored transposed
-    (checks.is_turned). hot: with path "hot_cold" a multiple of 256. Nothing is checked."""
+    hot: with path "hot_cold" a multiple of 256. Nothing is checked."""
     if not x.numel():
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    x = x if x.is_contiguous() else x.contiguous()
-    weights = (gate, up, down, gate_bias, up_bias, down_bias)
+    if path != "dense" and not is_turned(down):
+        down = down.t().contiguous().t()
+    gate, up, *biases = (w if w is None else w.contiguous() for w in (gate, up, gate_bias, up_bias, down_bias))
+    x, weights = x.contiguous(), (gate, up, down, *biases)
     return _for(x, weights, path, hot, tile, words, acts)(x, *weights)
 
 
 def prepare(x: Tensor, weights: tuple, path: str, hot: int, tile: int, words: int, acts: Activation):
     """Return a function that computes `infer` for any x like this one, and for these weights: what a layer keeps, as
-    long as they lie where they do. x: not empty, contiguous."""
+    long as they lie where they do. x: not empty, contiguous, as gate, up and biases; down: stored transposed for all
+    paths but "dense" (checks.is_turned)."""
     return _for(x, weights, path, hot, tile, words, acts).bind(*weights)
 
 
@@ -96,7 +85,8 @@ def _prepared(
     call = Call(device)
     rows, gate, up, down_, *biases = given = [call.input(each) for each in (x, *weights)]
     usual, lies = (tile, words) == (TILE, WORDS), aligned(*weights)
-    few = len(rows) < LEAST_SPREAD or acts != RELU or not spread.takes(rows, up, down_.t(), biases[2])
+    spreads = acts == RELU and listed.takes(rows, up, down_.t(), biases[2], listed.MOST_SPREAD)
+    few = len(rows) < LEAST_SPREAD or not spreads
     if not hot and usual and lies and few and decode.takes(call.capability, rows, up):
         call.returns(decode.decode(call, rows, gate, up, down_.t(), *biases, acts=acts))
         return call
@@ -104,19 +94,15 @@ def _prepared(
     # is not finite shows in every neuron, which its packed row does not say.
     if acts.falls_back and (gate is None or len(rows) > decode.MOST_TOKENS):
         return _dense(device, x, weights, acts)
-    if acts == RELU and usual and lies and _takes_packed(call, *given):
+    large = len(rows) >= LEAST_PACKED and down.pooled_takes(rows.dtype, rows.shape[1])
+    packs = large and gate_pack.takes_sm90(call.capability, rows, up if gate is None else gate)
+    if acts == RELU and usual and lies and packs and gate_up.takes(call.capability, rows, up, down_.t()):
         call.returns(_packed(call, *given, hot=hot))
         return call
     return _after_gate(device, x, weights, tile, words, acts)
 
 
 # ---- the packed path on Hopper
-
-
-def _takes_packed(call: Call, x, gate, up, down_, gate_bias, up_bias, down_bias) -> bool:
-    first, gpu = up if gate is None else gate, call.capability
-    sizes = len(x) >= LEAST_PACKED and down.pooled_takes(x.dtype, x.shape[1])
-    return sizes and gate_pack.takes_sm90(gpu, x, first) and gate_up.takes(gpu, x, up, down_.t())
 
 
 def _packed(call: Call, x, gate, up, down_, gate_bias, up_bias, down_bias, hot: int, packs=gate_pack.gate_pack_sm90):
@@ -181,7 +167,7 @@ def _after_gate(device: torch.device, x: Layout, weights: Weights, tile, words, 
     down_t, signed = down_t.t(), acts.falls_back
     if may_list and not acts.both and not signed and listed.takes(rows, up_, down_t, down_bias_):
         left = (None, down_t, None, down_bias_) if gate is None else (up_, down_t, up_bias_, down_bias_)
-        lists = spread.spread if spread.takes(rows, up_, down_t, down_bias_) else listed.listed
+        lists = listed.spread if len(rows) <= listed.MOST_SPREAD else listed.listed
         y = lists(call, rows, kept, *left)
     else:
         packed = pack.pack(call, kept, tile, words, signed=signed)

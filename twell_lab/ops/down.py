@@ -57,9 +57,14 @@ def walk_builds(dtype: torch.dtype, widths: Sequence[int], more: Sequence[Macros
     return [(*macros, *extra) for extra in more for macros in (*row_builds(dtype, widths), any_width(dtype))]
 
 
+def short_rows(dtype: torch.dtype, widths: Sequence[int], capability=(9, 0), teams=(1,)) -> list[Macros]:
+    """List each width of 16-bit values (Source.builds), for so many teams each."""
+    return row_builds(dtype, widths, teams) if dtype.itemsize == 2 else []
+
+
 def pool_builds(dtype: torch.dtype, widths: Sequence[int], teams: Sequence[int] = (1, TEAMS)) -> list[Macros]:
-    """List each width of 16-bit values, with a pool (Source.builds)."""
-    return [(*macros, ("POOL", True)) for macros in row_builds(dtype, widths, teams)] if dtype.itemsize == 2 else []
+    """List what `short_rows` lists, with a pool."""
+    return [(*macros, ("POOL", True)) for macros in short_rows(dtype, widths, teams=teams)]
 
 
 def team_threads(macros: dict) -> int:
@@ -70,7 +75,7 @@ def team_threads(macros: dict) -> int:
 def row_entry(parameters: str, pool: bool, teams: bool) -> Entry:
     """Declare a kernel that computes a token. pool, teams: whether it is among the builds with a pool, with several
     teams."""
-    pick = lambda macros: ("POOL" in macros, "TEAMS" in macros) == (pool, teams) and "HIDDEN" not in macros  # noqa: E731
+    pick = lambda macros: ("POOL" in macros, "TEAMS" in macros) == (pool, teams) and "HIDDEN" not in macros
     return Entry(team_threads, parameters, pick)
 
 
@@ -146,19 +151,7 @@ DOWN = Source(
 TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
 
 
-def down(
-    call: Call,
-    packed: Buffer,
-    gate: Buffer | None,
-    tail: tuple,
-    down_t: Buffer,
-    bias: Buffer | None,
-    columns: int,
-    tile: int,
-    version: int | None = None,
-    *,
-    signed: bool = False,
-) -> Buffer:
+def down(call, packed, gate, tail, down_t, bias, columns: int, tile: int, version=None, *, signed=False) -> Buffer:
     """Add packed [rows, tiles, words] x down_t [columns, d_model] + bias [d_model] -> y [rows, d_model].
 
     gate: the dense gate [rows, columns] that was packed, or None; tail: its CSR tail (pointer, column, value), or three
@@ -169,20 +162,7 @@ def down(
     return launch_rows(call, DOWN, 2, tensors, (down_t, bias), y, words, columns, tile, version, signs(signed))
 
 
-def down_pooled(
-    call: Call,
-    x: Buffer,
-    packed: Buffer,
-    pool: Buffer,
-    down_t: Buffer,
-    bias: Buffer | None,
-    start: Buffer | None,
-    lost: Buffer,
-    lost_x: Buffer,
-    y: Buffer,
-    most: int = ANY_NUMBER,
-    version: int | None = None,
-) -> None:
+def down_pooled(call, x, packed, pool, down_t, bias, start, lost, lost_x, y, most=ANY_NUMBER, version=None) -> None:
     """Add packed [tokens, tiles, 32] with its pool x down_t [d_ff, d_model] + bias, written into y [tokens, d_model].
 
     x [tokens, d_model] is what the packed matrix was computed from; only its lost rows are read. version: 4, or 5 for

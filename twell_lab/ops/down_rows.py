@@ -1,17 +1,16 @@
 """finish_lost: the rows of y that the packed path lost, computed densely (kernels/sm90_gate_up.cu, sm90_down_rows.cu).
 
 Lost are rows that the pool could not hold, and those with many kept values (ops/gated.py). Few of the latter are
-computed from their kept values instead, shared among all blocks (kernels/few_rows.cuh). Compute capability 9.0
-alone."""
+computed from their kept values instead, shared among all blocks (kernels/few_rows.cuh). Hopper alone."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from ..cuda.launch import Buffer, Call, Entry, Source, sixteen_bits, value
+from ..cuda.launch import Call, Entry, Source, sixteen_bits, value
 from ..cuda.tma import matrix_map
+from . import down
 from .gate_pack import BK, BM, CLUSTER, CONSUMERS, THREADS
 from .gate_up import ROWS_OUT, SHARED, launch_gate_up, whole_grid
 from .gate_up import reference as hidden_of
@@ -31,19 +30,7 @@ TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
 
 
 def finish_lost(
-    call: Call,
-    lost: Buffer,
-    lost_x: Buffer,
-    gate: Buffer | None,
-    up: Buffer,
-    gate_bias: Buffer | None,
-    up_bias: Buffer | None,
-    down_t: Buffer,
-    down_bias: Buffer | None,
-    start: Buffer | None,
-    y: Buffer,
-    packed: Buffer | None = None,
-    pool: Buffer | None = None,
+    call: Call, lost, lost_x, gate, up, gate_bias, up_bias, down_t, down_bias, start, y, packed=None, pool=None
 ) -> None:
     """Add y[lost[1 + i]] = start[same row] + down_bias + h(lost_x[i]) down_t for the lost rows, written into y.
 
@@ -52,8 +39,7 @@ def finish_lost(
     of rows; start: float32 [tokens, d_model] or None; y: [tokens, d_model], contiguous. packed, pool: the gate of all
     tokens, as `gated_pooled` takes it: with it, few rows that the pool holds are computed from their kept values, and
     not densely. The host does not know how many rows are lost: there are two launches for each CHUNK tokens, which end
-    at once where nothing is lost. For what gate_up's `takes` says of lost_x,
-    gate, up, down_t and the biases."""
+    at once where nothing is lost. For what gate_up's `takes` says of lost_x, gate, up, down_t and the biases."""
     (tokens, d_model), d_ff, dtype = lost_x.shape, len(up), up.dtype
     if not tokens:
         return
@@ -72,16 +58,6 @@ def finish_lost(
         call.launch(finish, whole_grid(call), *maps, *tensors, *numbers, counters, parts, few_apart)
 
 
-def reference(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_t: Tensor,
-    down_bias: Tensor | None,
-    start: Tensor | None = None,
-) -> Tensor:
+def reference(x, gate, up, gate_bias, up_bias, down_t, down_bias, start=None) -> Tensor:
     """Return what `finish_lost` computes, for all rows, from torch's operations."""
-    y = linear(hidden_of(x, gate, up, gate_bias, up_bias), down_t.t(), down_bias)
-    return y if start is None else (y.to(start.dtype) + start).to(y.dtype)
+    return down.reference(hidden_of(x, gate, up, gate_bias, up_bias), down_t, down_bias, start)

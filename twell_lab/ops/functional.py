@@ -31,11 +31,8 @@ _library.define(
 def _infer_cuda(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
     from . import dispatch
 
-    if path != "dense" and not checks.is_turned(down):
-        down = down.t().contiguous().t()
-    gate, up = (w if w is None or w.is_contiguous() else w.contiguous() for w in (gate, up))
-    biases = (b if b is None or b.is_contiguous() else b.contiguous() for b in (gate_bias, up_bias, down_bias))
-    return dispatch.infer(x, gate, up, down, *biases, path, hot, tile, words, Activation(*acts))
+    weights = (gate, up, down, gate_bias, up_bias, down_bias)
+    return dispatch.infer(x, *weights, path, hot, tile, words, Activation(*acts))
 
 
 @torch.library.impl(_library, "infer", "CPU")
@@ -118,8 +115,8 @@ def ffn(
             return dispatch.by_torch(*tensors, acts=acts)
         return train.train(*tensors, path="dense" if path == "dense" else "twell")[0]
     if not x.is_cuda and not torch.compiler.is_compiling():
-        named = {"gate": gate, "up": up, "down": down, "gate_bias": gate_bias, "up_bias": up_bias}
-        check_finite({**named, "down_bias": down_bias})
+        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+        check_finite(dict(zip(names, (gate, up, down, gate_bias, up_bias, down_bias))))
     return infer(*tensors, path, hot, tile, words, acts)
 
 
@@ -176,21 +173,7 @@ def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, back
     """Compute packed [rows, d_ff] x down^T + bias -> [rows, d_model], the second half of a plain ReLU layer.
 
     Packed values count as they are, of either sign (`TwELL.from_dense`). down: [d_model, d_ff]. Not differentiable."""
-    checks.check_packed(packed)
-    how = {"dtype": packed.dtype, "device": packed.packed.device}
-    checks.check_tensor("down", down, shape=(None, packed.shape[1]), **how)
-    if bias is not None:
-        checks.check_tensor("bias", bias, shape=(down.shape[0],), **how)
-    if not packed.packed.is_cuda and not checks.check_backend(backend, packed.packed, down, bias):
-        from . import cpu
-
-        with torch.autocast("cpu", enabled=False):  # the result has the dtype of the packed values
-            return cpu.plain(packed.to_dense(), None, down.t(), bias, follow=False, acts=cpu.PACKED)
-    from ..cuda.launch import run
-    from . import down as kernel
-
-    down_t, tail = down.detach().t().contiguous(), (packed.tail_pointer, packed.tail_column, packed.tail_value)
-    return run(kernel.down, packed.packed, None, tail, down_t, bias, packed.shape[1], packed.tile)
+    return _of_packed(None, packed, None, down, None, bias, backend)
 
 
 @torch.no_grad()
@@ -207,20 +190,31 @@ def packed_gated(
     """Compute (g * (x up^T + up_bias)) down^T + down_bias over the packed gate values g, of either sign.
 
     x: [rows, d_model]. Not differentiable."""
-    checks.check_packed(packed)
     x, _, up, down, _, up_bias, down_bias = checks.check_layer(x, None, up, down, None, up_bias, down_bias)
+    return _of_packed(x, packed, up, down, up_bias, down_bias, backend)
+
+
+def _of_packed(x, packed: TwELL, up, down, up_bias, down_bias, backend) -> Tensor:
+    """Compute `packed_gated`, or `packed_down` without x and up."""
+    if not isinstance(packed, TwELL):
+        raise InputError(f"packed is a {type(packed).__name__}; a TwELL, as pack() returns it, is accepted")
     how = {"dtype": packed.dtype, "device": packed.packed.device}
-    checks.check_tensor("x", x, shape=(packed.shape[0], None), **how)
-    checks.check_tensor("up", up, shape=(packed.shape[1], None), **how)
-    if not packed.packed.is_cuda and not checks.check_backend(backend, x, packed.packed, up, down, up_bias, down_bias):
+    checks.check_tensor("down", down, shape=(None, packed.shape[1]), **how)
+    if down_bias is not None:
+        checks.check_tensor("bias", down_bias, shape=(down.shape[0],), **how)
+    if x is not None:
+        checks.check_tensor("x", x, shape=(packed.shape[0], None), **how)
+    if not checks.check_backend(backend, x, packed.packed, up, down, up_bias, down_bias) and not packed.packed.is_cuda:
         from . import cpu
 
-        with torch.autocast("cpu", enabled=False):
-            gate = packed.to_dense()
-            return cpu.gated(x, gate, up, None, down.t(), up_bias, down_bias, follow=False, acts=cpu.PACKED)
+        with torch.autocast("cpu", enabled=False):  # the result has the dtype of the packed values
+            return cpu.after_gate(x, packed.to_dense(), up, up_bias, down, down_bias)
     from ..cuda.launch import run
-    from . import gated as kernel
+    from . import down as plain
+    from . import gated
 
-    tail = (packed.tail_pointer, packed.tail_column, packed.tail_value)
-    weights = (up.detach().contiguous(), down.detach().t().contiguous(), up_bias, down_bias)
-    return run(kernel.gated, x.contiguous(), packed.packed, None, tail, *weights, packed.tile)
+    down_t, tail = down.detach().t().contiguous(), (packed.tail_pointer, packed.tail_column, packed.tail_value)
+    if x is None:
+        return run(plain.down, packed.packed, None, tail, down_t, down_bias, packed.shape[1], packed.tile)
+    weights = (up.detach().contiguous(), down_t, up_bias, down_bias)
+    return run(gated.gated, x.contiguous(), packed.packed, None, tail, *weights, packed.tile)

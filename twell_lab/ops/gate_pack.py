@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import InputError
 from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Map, Source, aligned, sixteen_bits, value
 from ..cuda.tma import matrix_map
 from ..formats.twell import POOL_ROWS, POOL_WORDS, TILE, WORDS, packed_and_pool
@@ -22,9 +21,9 @@ POOLED = (("POOLED_TILE", TILE), ("POOLED_WORDS", WORDS), ("POOL_ROWS", POOL_ROW
 TOLERANCE = 0.0  # the words of the gate as it is rounded once, bias included
 
 
-def new_packed(call: Call, tokens: int, d_ff: int) -> tuple[Buffer, Buffer]:
-    """Add memory for a packed gate [tokens, tiles, 32] and its pool [ceil(tokens / 16), tiles, 64], not filled."""
-    tiles = -(-d_ff // TILE)
+def _new_packed(call: Call, x: Buffer, gate: Buffer) -> tuple[Buffer, Buffer]:
+    """Add memory for a packed gate and its pool."""
+    tokens, tiles = len(x), -(-len(gate) // TILE)
     packed = call.empty(tokens, tiles, WORDS, dtype=torch.int32)
     return packed, call.empty(-(-tokens // POOL_ROWS), tiles, POOL_WORDS, dtype=torch.int32)
 
@@ -44,15 +43,13 @@ def dense_reference(x: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tens
 
 ROWS = 128  # tokens of a block's tile; its neurons are a tile of the format
 _WIDEST = 2**22  # d_model: offsets within a tile's rows are 32-bit numbers of bytes
-# KiB of shared memory that one block may have, by compute capability; GPUs that are not named here have at least
-# _LEAST_SHARED.
+# KiB of shared memory that one block may have, by compute capability; GPUs that are not named here have at least 99.
 _SHARED = {(7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
-_LEAST_SHARED = 99
 
 
 def most_shared(capability: tuple[int, int]) -> int:
     """Return how many bytes of shared memory a block may have on such a GPU."""
-    return _SHARED.get(capability, _LEAST_SHARED) * 1024
+    return _SHARED.get(capability, 99) * 1024
 
 
 class Setup(NamedTuple):
@@ -79,7 +76,7 @@ class Setup(NamedTuple):
 
 def setup_for(capability: tuple[int, int], version: int | None = None) -> Setup:
     """Return the specialisation for a GPU: version 1 to 4 as sm80_gate_pack.cu lists them, None for the newest that
-    fits it. Raises InputError for a version that the GPU has too little shared memory for."""
+    it has enough shared memory for."""
     limit = most_shared(capability)
     if capability < TENSOR_CORES_OF_BF16:
         setups = {1: Setup(1, 32, 1, True), 2: Setup(2, 32, 2, True), 3: Setup(3, 32, 2, True)}
@@ -89,16 +86,11 @@ def setup_for(capability: tuple[int, int], version: int | None = None) -> Setup:
         steps = (64, 3) if Setup(3, 64, 3).shared <= limit else (32, 4)
         setups = {1: Setup(1, 32, 1), **{number: Setup(number, *steps) for number in (2, 3, 4)}}
         setups = {number: setup for number, setup in setups.items() if setup.shared <= limit}
-    if version not in (None, *setups):
-        raise InputError(
-            f"version is {version}; {min(setups)} to {max(setups)} are accepted on a GPU of compute capability "
-            f"{capability}"
-        )
     return setups[version or max(setups)]
 
 
 def _tensor_cores(dtype: torch.dtype, widths, capability: tuple[int, int]) -> list[Macros]:
-    runs = dtype == torch.float16 or (dtype == torch.bfloat16 and capability >= TENSOR_CORES_OF_BF16)
+    runs = dtype.itemsize == 2 and capability >= (SM80.oldest if dtype == torch.float16 else TENSOR_CORES_OF_BF16)
     return [setup_for(capability, n).macros(dtype) for n in range(setup_for(capability).version, 0, -1)] if runs else []
 
 
@@ -125,20 +117,13 @@ def takes_sm80(capability: tuple[int, int], x: Buffer | Layout, gate: Buffer | L
     return runs and x.dtype.itemsize == 2 and x.dtype == gate.dtype and widths and dense and small
 
 
-def gate_pack_sm80(
-    call: Call,
-    x: Buffer,
-    gate: Buffer,
-    bias: Buffer | None = None,
-    lost: Buffer | None = None,
-    version: int | None = None,
-) -> tuple[Buffer, Buffer]:
+def gate_pack_sm80(call: Call, x, gate, bias=None, lost=None, version: int | None = None) -> tuple[Buffer, Buffer]:
     """Add the gate GEMM that packs: x [tokens, d_model], gate [d_ff, d_model], bias [d_ff] or None -> (packed, pool).
 
-    lost: int32 [1 or more] or None; lost[0] is set to 0 for the kernels that follow, where there are tokens. version: 1
-    to 4, None the newest that this GPU takes (`setup_for`), InputError for one that it does not take."""
+    lost: int32 [1 or more] or None; lost[0] is set to 0 for the kernels that follow, where there are tokens. version:
+    as for `setup_for`."""
     (tokens, d_model), d_ff = x.shape, gate.shape[0]
-    setup, (packed, pool) = setup_for(call.capability, version), new_packed(call, tokens, d_ff)
+    setup, (packed, pool) = setup_for(call.capability, version), _new_packed(call, x, gate)
     if tokens:
         blocks = -(-tokens // ROWS) * -(-d_ff // TILE)
         if setup.version > 3:  # each block takes several tiles, one after another
@@ -159,19 +144,15 @@ _SHARED_BYTES = EPILOGUE + BM * WORDS * 4 + CONSUMERS * (128 * 64 + 2 * BN * 2)
 _MOST_TOKENS = 2**31 - 256  # rows are counted in 32 bits, in tiles of 256
 
 
-def _each_version(dtype: torch.dtype, widths, capability) -> list[Macros]:
-    return [
+SM90 = Source(
+    "sm90_gate_pack",
+    {f"gate_pack_v{version}": _of_version(version, THREADS, "mmmppppiii") for version in (0, *VERSIONS)},
+    builds=lambda dtype, *_: [
         (*macros, ("BIAS", bias), ("VERSION", version))
         for macros in sixteen_bits(dtype)
         for bias in (0, 1)
         for version in (0, *VERSIONS)  # version 0 does not pack
-    ]
-
-
-SM90 = Source(
-    "sm90_gate_pack",
-    {f"gate_pack_v{version}": _of_version(version, THREADS, "mmmppppiii") for version in (0, *VERSIONS)},
-    builds=_each_version,
+    ],
     constants=(*POOLED, *MAINLOOP, ("LAUNCH_SHARED", _SHARED_BYTES)),
     oldest=(9, 0),
     alone=True,
@@ -187,12 +168,8 @@ def fits(capability: tuple[int, int], *matrices: Buffer | Layout) -> bool:
         row = m.strides[0] if rows > 1 else d
         return m.dtype == matrices[0].dtype and d > 0 and m.strides[1] == 1 and row >= d and row % VECTOR == 0
 
-    return (
-        SM90.runs_on(capability)
-        and matrices[0].dtype.itemsize == 2
-        and aligned(*matrices)
-        and all(map(readable, matrices))
-    )
+    short = matrices[0].dtype.itemsize == 2
+    return SM90.runs_on(capability) and short and aligned(*matrices) and all(map(readable, matrices))
 
 
 def takes_sm90(capability: tuple[int, int], x: Buffer | Layout, gate: Buffer | Layout) -> bool:
@@ -203,27 +180,17 @@ def takes_sm90(capability: tuple[int, int], x: Buffer | Layout, gate: Buffer | L
     return widths and fits(capability, x, gate)
 
 
-def gate_pack_sm90(
-    call: Call,
-    x: Buffer,
-    gate: Buffer,
-    bias: Buffer | None = None,
-    lost: Buffer | None = None,
-    version: int | None = None,
-) -> tuple[Buffer, Buffer]:
+def gate_pack_sm90(call: Call, x, gate, bias=None, lost=None, version: int | None = None) -> tuple[Buffer, Buffer]:
     """Add the gate GEMM that packs, as `gate_pack_sm80` does. version: 1 to 3, None the fastest."""
-    if version not in (None, *VERSIONS):
-        raise InputError(f"version is {version}; {VERSIONS[0]} to {VERSIONS[-1]} are accepted")
-    packed, pool = new_packed(call, x.shape[0], gate.shape[0])
+    packed, pool = _new_packed(call, x, gate)
     _launch(call, x, gate, bias, packed, pool, lost, version or VERSIONS[-1])
     return packed, pool
 
 
-def dense_gate(call: Call, x: Buffer, gate: Buffer, bias: Buffer | None = None, store: bool = True) -> Buffer:
-    """Add the same main loop without packing, for checks -> the gate [tokens, d_ff]. store: False to time the main loop
-    alone; the result is then not written."""
+def dense_gate(call: Call, x: Buffer, gate: Buffer, bias: Buffer | None = None) -> Buffer:
+    """Add the same main loop without packing, for checks -> the gate [tokens, d_ff]."""
     out = call.empty(x.shape[0], gate.shape[0], dtype=x.dtype)
-    _launch(call, x, gate, bias, out if store else None, None, None, 0)
+    _launch(call, x, gate, bias, out, None, None, 0)
     return out
 
 
@@ -242,9 +209,9 @@ def _gate_maps(gate: Buffer, cluster: int) -> tuple[Map, Map]:
     whole tiles, and of the narrow last tile.
 
     After wgmma, lane q of a group of four lanes holds columns 8 j + 2 q + e of a tile. Row `span q + 2 j + e` of the
-    weights is put there, so that a lane holds `span` neighbouring columns in order. The map is of a view [tile, j, q,
-    e, k] of the weights, so no data are moved. span is 64, and a quarter of the width in a narrow last tile. Where
-    there are only whole tiles, or only a narrow one, both maps are the same."""
+    weights is put there, so that a lane holds `span` neighbouring columns in order: 64, and a quarter of the width in a
+    narrow last tile. The map is of a view [tile, j, q, e, k] of the weights, so no data are moved. Where there are only
+    whole tiles, or only a narrow one, both maps are the same."""
     (d_ff, d_model), row = gate.shape, gate.strides[0] * gate.dtype.itemsize
 
     def view(first: int, tiles: int, span: int) -> Map:
@@ -252,7 +219,6 @@ def _gate_maps(gate: Buffer, cluster: int) -> tuple[Map, Map]:
         return Map(gate[first:], dims, strides, (BK, 2, 4, 32 // cluster, 1))
 
     tiles, width = divmod(d_ff, BN)
-    last = view(tiles * BN, 1, width // 4) if width else None
-    whole = view(0, tiles, BN // 4) if tiles else last
-    assert whole is not None
-    return whole, last or whole
+    last = [view(tiles * BN, 1, width // 4)] if width else []
+    whole = [view(0, tiles, BN // 4)] if tiles else last
+    return whole[0], (last or whole)[0]

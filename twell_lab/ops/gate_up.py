@@ -33,12 +33,7 @@ GATE_UP = Source(
 )
 
 
-def takes(
-    capability: tuple[int, int],
-    x: Buffer | Layout,
-    *weights: Buffer | Layout,
-    biases: tuple[Buffer | Layout | None, ...] = (),
-) -> bool:
+def takes(capability: tuple[int, int], x, *weights, biases: tuple[Buffer | Layout | None, ...] = ()) -> bool:
     """Return whether gate_up, down_sums and finish_lost take these matrices: bfloat16 or float16, each row contiguous
     and aligned to 16 bytes, both sizes of each weight multiples of 8; biases aligned to 4 bytes.
 
@@ -58,14 +53,7 @@ def whole_grid(call: Call) -> tuple[int, int]:
     return call.units // CLUSTER * CLUSTER, 1
 
 
-def gate_up(
-    call: Call,
-    x: Buffer,
-    gate: Buffer | None,
-    up: Buffer,
-    gate_bias: Buffer | None = None,
-    up_bias: Buffer | None = None,
-) -> Buffer:
+def gate_up(call: Call, x, gate, up, gate_bias=None, up_bias=None) -> Buffer:
     """Add relu(x gate^T + gate_bias) * (x up^T + up_bias), or relu(x up^T + up_bias) without a gate -> h [rows, d_ff].
 
     x: [rows, d_model]; gate and up: [d_ff, d_model], or slices of rows of such. The gate is rounded before the ReLU as
@@ -98,9 +86,7 @@ def launch_gate_up(
     call.launch(kernel, grid, *maps, *biases, lost, *numbers, *apart_rows)
 
 
-def reference(
-    x: Tensor, gate: Tensor | None, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
-) -> Tensor:
+def reference(x: Tensor, gate: Tensor | None, up: Tensor, gate_bias=None, up_bias=None) -> Tensor:
     """Return what `gate_up` computes, from torch's operations."""
     u = linear(x, up, up_bias)
     return torch.relu(u) if gate is None else torch.relu(linear(x, gate, gate_bias)) * u

@@ -9,21 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cuda.launch import Buffer, Call, Entry, Macros, Source
+from ..cuda.launch import Buffer, Entry, Macros, Source
 from ..formats.twell import POOL_ROWS
+from . import down
 from .activation import RELU, Activation, activation
-from .down import (
-    ANY_NUMBER,
-    DOWN,
-    SLAB,
-    few,
-    launch_rows,
-    pool_builds,
-    pooled_kernel,
-    row_entry,
-    team_threads,
-    walk_builds,
-)
 from .gate_pack import POOLED
 from .pack import signs
 from .reference import gated as of_gate
@@ -34,45 +23,30 @@ TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
 
 
 def _builds(dtype: torch.dtype, widths: Sequence[int], capability) -> list[Macros]:
-    """List each width, for many tokens and for few, with a pool and without one; and any width. Without a pool also for
-    the other activations."""
     more = ((), signs(True), activation("relu", both=True))
-    return [*walk_builds(dtype, widths, more), *pool_builds(dtype, widths)]
+    return [*down.walk_builds(dtype, widths, more), *down.pool_builds(dtype, widths)]
 
 
 GATED = Source(
     "smxx_gated",
     {
         "gated_v1": Entry(128, "pppppppppppiiii", lambda macros: "POOL" not in macros),
-        **{f"gated_v{version}": row_entry("pppppppppppiiii", False, version == 4) for version in (2, 3, 4)},
-        **{f"gated_v{version}": row_entry("ppppppppppppii", True, version == 6) for version in (5, 6)},
+        **{f"gated_v{version}": down.row_entry("pppppppppppiiii", False, version == 4) for version in (2, 3, 4)},
+        **{f"gated_v{version}": down.row_entry("ppppppppppppii", True, version == 6) for version in (5, 6)},
     },
     builds=_builds,
-    constants=(*POOLED, ("SLAB", SLAB)),
+    constants=(*POOLED, ("SLAB", down.SLAB)),
 )
 UP = Source(
     "smxx_up",
-    {"up_v1": Entry(team_threads, "pppppppppiii")},
-    builds=lambda dtype, widths, capability: pool_builds(dtype, widths, (1,)),
+    {"up_v1": Entry(down.team_threads, "pppppppppiii")},
+    builds=lambda dtype, widths, capability: down.pool_builds(dtype, widths, (1,)),
     constants=POOLED,
 )
 
 
 def gated(
-    call: Call,
-    x: Buffer,
-    packed: Buffer,
-    gate: Buffer | None,
-    tail: tuple,
-    up: Buffer,
-    down_t: Buffer,
-    up_bias: Buffer | None,
-    down_bias: Buffer | None,
-    tile: int,
-    version: int | None = None,
-    *,
-    signed: bool = False,
-    both: bool = False,
+    call, x, packed, gate, tail, up, down_t, up_bias, down_bias, tile: int, version=None, *, signed=False, both=False
 ) -> Buffer:
     """Add x [rows, d_model], packed gate [rows, tiles, words], up and down_t [d_ff, d_model] -> y [rows, d_model].
 
@@ -81,24 +55,11 @@ def gated(
     y = call.empty(*x.shape, dtype=x.dtype)
     tensors = (x, packed, gate, *tail, up, down_t, up_bias, down_bias)
     more, words = (*signs(signed), *activation("relu", both)), packed.shape[2]
-    return launch_rows(call, GATED, 3, tensors, (x, up, down_t, down_bias), y, words, len(up), tile, version, more)
+    return down.launch_rows(call, GATED, 3, tensors, (x, up, down_t, down_bias), y, words, len(up), tile, version, more)
 
 
 def gated_pooled(
-    call: Call,
-    x: Buffer,
-    packed: Buffer,
-    pool: Buffer,
-    up: Buffer,
-    down_t: Buffer,
-    up_bias: Buffer | None,
-    down_bias: Buffer | None,
-    start: Buffer | None,
-    lost: Buffer,
-    lost_x: Buffer,
-    y: Buffer,
-    most: int = ANY_NUMBER,
-    version: int | None = None,
+    call, x, packed, pool, up, down_t, up_bias, down_bias, start, lost, lost_x, y, most=down.ANY_NUMBER, version=None
 ) -> None:
     """Add x [tokens, d_model], its gate packed with a pool, up and down_t [d_ff, d_model], written into y [tokens,
     d_model]: what `pooled_takes` says, all contiguous.
@@ -110,16 +71,17 @@ def gated_pooled(
     teams a token, for few tokens), 7 (two passes, for many tokens)."""
     (tokens, d_model), d_ff, dtype = x.shape, len(up), x.dtype
     if version is None:
-        version = 6 if few(call, tokens) else 5 if few(call, tokens, _MANY_TOKENS) else 7
+        version = 6 if down.few(call, tokens) else 5 if down.few(call, tokens, _MANY_TOKENS) else 7
     if version < 7:
         if tokens:
             tensors = (x, packed, pool, up, down_t, up_bias, down_bias, start, y, lost, lost_x, None)
-            call.launch(pooled_kernel(GATED, version, 5, dtype, d_model), (tokens, 1), *tensors, d_ff, most)
+            call.launch(down.pooled_kernel(GATED, version, 5, dtype, d_model), (tokens, 1), *tensors, d_ff, most)
         return
     group = min(tokens, _TWO_PASS_ROWS)
     hidden = call.empty(group, *packed.shape[1:], dtype=torch.float32)
     beside = call.empty(-(-group // POOL_ROWS), *pool.shape[1:], dtype=torch.float32)
-    first_pass, second_pass = pooled_kernel(UP, 1, 1, dtype, d_model), pooled_kernel(DOWN, 6, 6, dtype, d_model)
+    first_pass = down.pooled_kernel(UP, 1, 1, dtype, d_model)
+    second_pass = down.pooled_kernel(down.DOWN, 6, 6, dtype, d_model)
     for first in range(0, tokens, _TWO_PASS_ROWS):
         rows, grid = slice(first, first + _TWO_PASS_ROWS), (min(_TWO_PASS_ROWS, tokens - first), 1)
         words, groups, begun = packed[rows], pool[first // POOL_ROWS :], None if start is None else start[rows]
@@ -128,16 +90,7 @@ def gated_pooled(
         call.launch(second_pass, grid, words, groups, hidden, beside, down_t, down_bias, begun, y[rows], None, d_ff)
 
 
-def reference(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down_t: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    start: Tensor | None = None,
-    acts: Activation = RELU,
-) -> Tensor:
+def reference(x, gate, up, down_t, up_bias, down_bias, start=None, acts: Activation = RELU) -> Tensor:
     """Return what `gated` and `gated_pooled` compute of the gate that was packed, from torch's operations."""
     y = of_gate(x, gate, up, down_t.t(), up_bias, down_bias, acts)
     return y if start is None else (y.to(start.dtype) + start).to(y.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Source, aligned, value
 from .down import SLAB, launch_rows, row_entry, walk_builds
+from .gate_pack import most_shared
 from .pack import signs
 
 # ---- products
@@ -35,13 +36,12 @@ MOST_TOKENS = 65535 * _FEW  # blocks along y of a grid, of the smallest tile
 # Rows and columns of a tile, bytes of a step, parts of the pipeline; by how many tokens a tile is for.
 TILES = {"few": (16, 32, 128, 8), "some": (64, 64, 128, 4), "many": (128, 256, 64, 4)}
 _LONGER = (128, 256, 128, 3)  # "many" with half as many barriers, where a block may have that much shared memory
-_LONGER_ON = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}  # GPUs of 163 KiB a block and more; others have 99
 
 
 @lru_cache
 def _macros(dtype: torch.dtype, gated: bool, tile: str, capability: tuple[int, int]) -> tuple[Macros, int]:
     """The macros for a tile of TILES, and its bytes of dynamic shared memory; gated: of two weights at once."""
-    sizes = _LONGER if tile == "many" and capability in _LONGER_ON else TILES[tile]
+    sizes = _LONGER if tile == "many" and most_shared(capability) > 128 * 1024 else TILES[tile]
     rows, columns, step, stages = sizes
     shared = stages * (rows + columns) * step
     named = zip(("BM", "BN", "BK", "STAGES", "LAUNCH_SHARED"), (*sizes, shared))
@@ -84,65 +84,30 @@ def takes(x: Layout | Buffer, weight: Weight, dtype: torch.dtype, capability: tu
     )
 
 
-def product(
-    call: Call,
-    x: Buffer,
-    scale: Buffer,
-    weight: Weight,
-    dtype: torch.dtype,
-    tokens: int | None = None,
-    version: int = 2,
-    tile: str | None = None,
-) -> Buffer:
+def product(call, x, scale, weight, dtype: torch.dtype, tokens=None, up=None, version=2, tile=None) -> Buffer:
     """Compute y [tokens, out] = (x * scale) W^T + bias from exact int32 sums: float32(sum) * scale of the token,
     rounded, then times the scale of the column plus the bias, rounded once, and to dtype.
 
     x: int8 [rows, in]; scale: float32 [rows]; only the first `tokens` rows count, None: all. weight: as `takes` takes
-    it, with few enough columns for int32 sums. tile: of TILES; None: by tokens."""
-    return _products(call, x, scale, (weight,), dtype, tokens, version, tile)
-
-
-def gate_up(
-    call: Call,
-    x: Buffer,
-    scale: Buffer,
-    gate: Weight,
-    up: Weight,
-    dtype: torch.dtype,
-    tokens: int | None = None,
-    version: int = 2,
-    tile: str | None = None,
-) -> Buffer:
-    """Compute h [tokens, out] = relu(g) * u, with g and u each as `product` gives them, rounded to dtype."""
-    return _products(call, x, scale, (gate, up), dtype, tokens, version, tile)
-
-
-def _products(call, x, scale, weights, dtype, tokens, version, tile) -> Buffer:
-    tokens = len(x) if tokens is None else tokens
-    out, inner = weights[0].values.shape
+    it, with few enough columns for int32 sums. up: a second weight like it: then y is relu(g) * u of both products.
+    tile: of TILES; None: the largest of which at least half of the multiprocessors get one, or a smaller one."""
+    tokens, many = len(x) if tokens is None else tokens, 1 if up is None else 2
+    out, inner = weight.values.shape
     y = call.empty(tokens, out, dtype=dtype)
     if y.numel():
-        tile = tile or tile_for(tokens, out, len(weights), call.units)
-        macros, shared = _macros(dtype, len(weights) > 1, tile, call.capability)
+        enough = 2 * -(-tokens // 128) * -(-out // (256 // many)) >= call.units
+        tile = tile or ("few" if tokens <= _FEW else "many" if enough else "some")
+        macros, shared = _macros(dtype, many > 1, tile, call.capability)
         rows, columns = (dict(macros)[name] for name in ("BM", "BN"))
-        up = weights[1] if len(weights) > 1 else (None, None, None)
         kernel = INT8.kernel(f"int8_v{version}", macros, shared if version == 2 else 0)
-        grid = -(-out * len(weights) // columns), -(-tokens // rows)
-        call.launch(kernel, grid, x, scale, *weights[0], y, tokens, inner, out, *up)
+        grid = -(-out * many // columns), -(-tokens // rows)
+        call.launch(kernel, grid, x, scale, *weight, y, tokens, inner, out, *(up or (None, None, None)))
     return y
-
-
-def tile_for(tokens: int, out: int, weights: int, units: int) -> str:
-    """Return the largest tile where at least half of the multiprocessors get one, or a smaller one."""
-    if tokens <= _FEW:
-        return "few"
-    rows, columns = 128, 256 // weights
-    return "many" if 2 * -(-tokens // rows) * -(-out // columns) >= units else "some"
 
 
 def layer(call: Call, x: Buffer, gate: Weight, up: Weight, down: Weight) -> Buffer:
     """Compute a ReLU-gated layer of INT8 rows, x [tokens, d_model] -> y: x and the hidden values are rounded too."""
-    hidden = gate_up(call, *quantise_rows(call, x, torch.int8), gate, up, x.dtype)
+    hidden = product(call, *quantise_rows(call, x, torch.int8), gate, x.dtype, up=up)
     return product(call, *quantise_rows(call, hidden, torch.int8), down, x.dtype)
 
 
@@ -168,20 +133,7 @@ GATED_INT8 = Source(
 )
 
 
-def gated_int8(
-    call: Call,
-    x: Buffer,
-    packed: Buffer,
-    gate: Buffer,
-    up: Weight | None,
-    down: Weight,
-    up_bias: Buffer | None,
-    down_bias: Buffer | None,
-    tile: int,
-    version: int | None = None,
-    *,
-    signed: bool = False,
-) -> Buffer:
+def gated_int8(call, x, packed, gate, up, down, up_bias, down_bias, tile: int, version=None, *, signed=False) -> Buffer:
     """Compute y [rows, d_model] from x and its packed gate [rows, tiles, words]; NaN where a row of x is not finite.
 
     gate: the dense gate [rows, d_ff] that was packed, after the activation unless that is the ReLU; tiles that overflow
@@ -195,15 +147,13 @@ def gated_int8(
     return launch_rows(call, GATED_INT8, 3, tensors, vectors, y, *sizes, version, signs(signed))
 
 
-def gated_reference(
-    x: Tensor, first: Tensor, up: Weight | None, down: Weight, up_bias: Tensor | None, down_bias: Tensor | None
-) -> Tensor:
+def gated_reference(x: Tensor, first: Tensor, up: Weight | None, down: Weight, up_bias, down_bias) -> Tensor:
     """Return (first * (x up^T + up_bias)) down + down_bias by torch's operations; without up first down + down_bias.
 
     first: [rows, d_ff] after the activation. float32 sums, or those of float64 arguments, rounded once to x's dtype;
     rows of neurons that are silent add nothing. A row of x that is not finite gives NaN."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    dense = lambda rows: rows.values.to(wide) * rows.scale.to(wide)[:, None]  # noqa: E731
+    dense = lambda rows: rows.values.to(wide) * rows.scale.to(wide)[:, None]
     hidden = first.to(wide)
     if up is not None:
         beside = x.to(wide) @ dense(up).t()
@@ -229,9 +179,7 @@ QUANTISE_ROWS = Source(
 )
 
 
-def quantise_rows(
-    call: Call, x: Buffer, kind: torch.dtype, padded: int = 0, version: int | None = None
-) -> tuple[Buffer, Buffer]:
+def quantise_rows(call: Call, x, kind: torch.dtype, padded: int = 0, version=None) -> tuple[Buffer, Buffer]:
     """Round the rows of x [rows, columns], contiguous: the bits of n rows of `kind` as int8 [n, columns], and float32
     scales [n], n the larger of rows and `padded`.
 

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..core import InputError
-from ..cuda.launch import Buffer, Call, Entry, Layout, Macros, Source, aligned, capability, run, value
-from .activation import ACTIVATIONS, CURVES, activation
+from ..cuda.launch import Buffer, Call, Entry, Macros, Source, aligned, capability, run, value
+from .activation import CURVES, activation, rounded
 
 MOST_TOKENS = 4  # that the kernel takes
 FEW = 2  # up to which a layer takes it: four tokens together keep nearly all inputs
-VERSIONS = (1, 2, 3)
 KINDS = ("relu", *CURVES)  # activations, without a threshold of their own
 TOLERANCE = 1.0  # of what twell_lab.ops.accuracy allows
 _COLUMNS = {1: 256, 2: 32}  # of the result, those of a block, by version
@@ -39,19 +37,15 @@ class Kept(NamedTuple):
 
 
 def _macros(dtype: torch.dtype, tokens: int, paired: bool, kind: str | None) -> Macros:
-    """Return the macros for 1 to 4 tokens, one weight or two, and an activation of this kind or none.
-
-    A product without an activation is the one into d_model, which has few slabs: its blocks have more warps."""
+    # A product without an activation is the one into d_model, which has few slabs: its blocks have more warps.
     sizes = (("TOKENS", 1 if tokens == 1 else 4), ("PAIRED", int(paired)), ("ACTIVATED", int(kind is not None)))
     warps, acts = ((("BLOCK_WARPS", 16),), ()) if kind is None else ((), activation(kind))
     return (*value(dtype), *sizes, *warps, *acts)
 
 
 def _builds(dtype: torch.dtype, widths, capability) -> list[Macros]:
-    """For 16-bit values and each number of tokens: the product into d_model, and for each activation without a
-    threshold of its own gate and up together, and up alone."""
-    kinds = [kind for kind in ACTIVATIONS if kind != "above"]
-    products = [(False, None), *((paired, kind) for kind in kinds for paired in (True, False))]
+    """For each number of tokens the product into d_model; for each activation gate and up together, and up alone."""
+    products = [(False, None), *((paired, kind) for kind in KINDS for paired in (True, False))]
     return [_macros(dtype, tokens, *one) for tokens in (1, 4) for one in products] if dtype.itemsize == 2 else []
 
 
@@ -70,13 +64,7 @@ KEPT_INPUTS = Source(
 )
 
 
-def takes(
-    capability: tuple[int, int],
-    x: Buffer | Layout,
-    gate_t: Buffer | Layout | None,
-    up_t: Buffer | Layout,
-    down_t: Buffer | Layout,
-) -> bool:
+def takes(capability: tuple[int, int], x, gate_t, up_t, down_t) -> bool:
     """Return whether `layer` takes x [tokens, d_model] with the fast version; gate_t and up_t [d_model, d_ff], down_t
     [d_ff, d_model]: 16-bit values, contiguous, weights aligned to 16 bytes."""
     weights = [t for t in (gate_t, up_t, down_t) if t is not None]
@@ -93,36 +81,23 @@ def takes(
 
 
 def product(
-    call: Call,
-    x: Buffer,
-    first_t: Buffer,
-    second_t: Buffer | None = None,
-    first_bias: Buffer | None = None,
-    second_bias: Buffer | None = None,
-    *,
-    threshold: float,
-    kind: str | None = None,
-    version: int | None = None,
+    call, x, first_t, second_t=None, first_bias=None, second_bias=None, *, threshold: float, kind=None, version=None
 ) -> Buffer:
     """Add x' first_t + first_bias, through the activation `kind` unless that is None, and with second_t times x'
     second_t + second_bias -> [tokens, outputs]; x' is x with what is below the threshold in magnitude at zero.
 
     x: bfloat16 or float16 [tokens, inputs], 1 to 4 tokens; first_t, second_t: [inputs, outputs]; biases [outputs]. All
     contiguous. version: 1, which takes any widths, or 2 or 3, which take outputs that are multiples of 8, and aligned
-    weights; None: the newest that takes them. Raises InputError for another version."""
+    weights; None: the newest that takes them."""
     (tokens, inputs), outputs = x.shape, first_t.shape[1]
-    versions = VERSIONS if outputs % 8 == 0 and aligned(first_t, second_t) else VERSIONS[:1]
-    if version not in (None, *versions):
-        raise InputError(f"version is {version}; for {outputs} outputs at this address {versions} are accepted")
-    version = version or versions[-1]
-    bound = torch.tensor(threshold, dtype=x.dtype, device="cpu").item()
+    version = version or (3 if outputs % 8 == 0 and aligned(first_t, second_t) else 1)
     end, columns = ("", _COLUMNS[version]) if version < 3 else _slab(outputs, tokens, call.units)
     macros = _macros(x.dtype, tokens, second_t is not None, kind)
     kernel = KEPT_INPUTS.kernel(f"kept_inputs_v{version}{end}", macros, early=True)
     y = call.empty(tokens, outputs, dtype=x.dtype)
     grid = -(-outputs // columns), tokens if version == 1 else 1
     tensors = (x, first_t, second_t, first_bias, second_bias, y)
-    call.launch(kernel, grid, *tensors, tokens, inputs, outputs, bound)
+    call.launch(kernel, grid, *tensors, tokens, inputs, outputs, rounded(threshold, x.dtype))
     return y
 
 
@@ -133,17 +108,7 @@ def _slab(outputs: int, tokens: int, units: int) -> tuple[str, int]:
     return next((item for item in widths if -(-outputs // item[1]) >= _ENOUGH * units), widths[-1])
 
 
-def layer(
-    call: Call,
-    x: Buffer,
-    gate_t: Buffer | None,
-    up_t: Buffer,
-    down_t: Buffer,
-    gate_bias: Buffer | None,
-    up_bias: Buffer | None,
-    down_bias: Buffer | None,
-    kept: Kept,
-) -> Buffer:
+def layer(call: Call, x, gate_t, up_t, down_t, gate_bias, up_bias, down_bias, kept: Kept) -> Buffer:
     """Add a feed-forward layer with thresholds on its inputs, in two launches: x [tokens, d_model] -> [tokens,
     d_model]. h is rounded to x's type between them, as torch rounds it, and compared with its threshold as it is
     rounded. For what `takes` says. gate_t None: a plain layer."""
@@ -153,16 +118,9 @@ def layer(
 
 
 def reference(
-    x: Tensor,
-    first_t: Tensor,
-    second_t: Tensor | None = None,
-    first_bias: Tensor | None = None,
-    second_bias: Tensor | None = None,
-    *,
-    threshold: float,
-    kind: str | None = None,
+    x, first_t, second_t=None, first_bias=None, second_bias=None, *, threshold: float, kind: str | None = None
 ) -> Tensor:
-    """Return what `product` computes, from torch's operations; threshold: as it is in x's type."""
+    """Return what `product` computes, from torch's operations."""
     x = x.masked_fill(x.abs() < threshold, 0)
     first = linear(x, first_t.t(), first_bias)
     if kind is not None:
@@ -184,33 +142,19 @@ _library.define(
 @torch.library.impl(_library, "kept_inputs", "CompositeExplicitAutograd")
 @torch.no_grad()
 def operator(
-    x: Tensor,
-    first: Tensor,
-    second: Tensor | None = None,
-    first_bias: Tensor | None = None,
-    second_bias: Tensor | None = None,
-    threshold: float = 0.0,
-    kind: str | None = None,
+    x, first, second=None, first_bias=None, second_bias=None, threshold: float = 0.0, kind: str | None = None
 ) -> Tensor:
     """Compute `product` of x [..., inputs] with weights [outputs, inputs], as layers have them: by the kernel on a GPU,
     for 1 to MOST_TOKENS tokens of 16 bits and weights that are stored by columns, and by torch's operations otherwise.
     Nothing is checked, and it has no gradient."""
-    weights = [first] if second is None else [first, second]
-    rows = x.reshape(-1, x.shape[-1])
-    fits = 1 <= len(rows) <= MOST_TOKENS and x.dtype.itemsize == 2 and all(w.t().is_contiguous() for w in weights)
+    rows, turned = x.reshape(-1, x.shape[-1]).contiguous(), [w if w is None else w.t() for w in (first, second)]
+    fits = 1 <= len(rows) <= MOST_TOKENS and x.dtype.itemsize == 2
+    fits = fits and all(w is None or w.is_contiguous() for w in turned)
+    given = rows, *turned, first_bias, second_bias
     if x.is_cuda and fits and capability(x.device.index) >= KEPT_INPUTS.oldest:
-        given = (rows.contiguous(), *(w if w is None else w.t() for w in (first, second)), first_bias, second_bias)
         y = run(product, *given, threshold=threshold, kind=kind)
     else:
-        bound = torch.tensor(threshold, dtype=x.dtype, device="cpu").item()
-        y = reference(
-            rows,
-            *(w if w is None else w.t() for w in (first, second)),
-            first_bias,
-            second_bias,
-            threshold=bound,
-            kind=kind,
-        )
+        y = reference(*given, threshold=threshold, kind=kind)
     return y.view(*x.shape[:-1], first.shape[0])
 
 

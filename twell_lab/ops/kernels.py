@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import ast
 import re
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from functools import cache
@@ -38,13 +37,11 @@ def sources() -> dict[str, Source]:
     return {source.name: source for source in found}
 
 
-def builds(
-    capability: tuple[int, int], dtypes: Sequence[torch.dtype], widths: Sequence[int]
-) -> list[tuple[Source, Macros]]:
-    """List each (source, macros) that may be launched on a GPU of this capability, for these types of values and widths
-    of rows."""
+def builds(capability: tuple[int, int], dtypes, widths: Sequence[int]) -> list[tuple[Source, str, Macros]]:
+    """List each (source, target, macros) that may be launched on a GPU of this capability, for these types of values
+    and widths of rows; target: such as "sm_90"."""
     found = (
-        (source, source.macros(macros))
+        (source, "sm_{}{}{}".format(*capability, "a" * source.alone), source.macros(macros))
         for source in sources().values()
         if source.runs_on(capability)
         for dtype in dtypes
@@ -53,31 +50,19 @@ def builds(
     return list(dict.fromkeys(found))
 
 
-def targets(arch: str, dtypes, widths) -> list[tuple[str, str, Macros]]:
-    """List (file, target, macros) of everything that may be launched on a GPU of architecture `arch` ("sm_90")."""
-    found = builds(divmod(int(arch.removeprefix("sm_")), 10), dtypes, widths)
-    return [(source.file, f"{arch}a" if source.alone else arch, macros) for source, macros in found]
+def prebuild(folder: Path, architectures, dtypes, d_models, progress: Callable = lambda *_: None) -> list[str]:
+    """Compile every kernel for these architectures ("sm_90") into `folder`, for TWELL_LAB_CUBINS elsewhere; returns the
+    cubins' names.
 
-
-def prebuild(
-    folder: Path, architectures, dtypes, d_models, progress: Callable[[int, int, str], None] | None = None
-) -> list[str]:
-    """Compile every kernel for these targets into `folder`, for TWELL_LAB_CUBINS elsewhere; returns the cubins' names.
-
-    progress: called with (done, of, name) after each. Raises InputError if the folder cannot be written."""
-    try:  # before a minute is spent on compiling
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(f"{folder} is not a folder that can be written ({error.strerror})") from error
-    wanted = [target for arch in architectures for target in targets(arch, dtypes, d_models)]
-    names = []
+    progress: called with (done, of, name) after each. Raises RecordError if the folder cannot be written."""
+    core.check_folder(folder)  # before a minute is spent on compiling
+    capabilities = [divmod(int(arch.removeprefix("sm_")), 10) for arch in architectures]
+    wanted = [build for capability in capabilities for build in builds(capability, dtypes, d_models)]
+    names: list[str] = []
     with ThreadPoolExecutor(_THREADS) as pool:
-        for cubin in pool.map(lambda one: compiler.compile(one[0], one[1], dict(one[2]), cache_in=folder), wanted):
+        for cubin in pool.map(lambda one: compiler.compile(one[0].file, one[1], dict(one[2]), cache_in=folder), wanted):
             names.append(cubin.name)
-            if progress is not None:
-                progress(len(names), len(wanted), cubin.name)
+            progress(len(names), len(wanted), cubin.name)
     return names
 
 
@@ -89,18 +74,13 @@ def kernel(name: str, **macros: object) -> cupy.RawKernel:
     needs `.max_dynamic_shared_size_bytes` to be set. Nothing is checked at a launch; `twell_lab.simulator` runs the
     portable ones under watch.
 
-    Args:
-        name: an entry such as "gated_v2"; where several sources have it, with the source before it, as in
-            "sm80_gate_pack.gate_pack_v3".
-        macros: what it is compiled with, True for a macro without a value: VALUE_FP16=True, D_MODEL=4096. What is left
-            out is as the library has it for bfloat16 and rows of 2048.
+    name: an entry such as "gated_v2"; where several sources have it, with the source before it, as in
+    "sm80_gate_pack.gate_pack_v3". macros: what it is compiled with, True for a macro without a value: VALUE_FP16=True,
+    D_MODEL=4096. What is left out is as the library has it for bfloat16 and rows of 2048.
 
-    Raises:
-        InputError: for a name that no source has, or that several have, and for a macro that the source does not know.
-        StackError: without CuPy, or with one that does not match torch.
-        DeviceError: without a GPU, or on one that does not run this kernel.
-        CompileError: where the macros do not fit the source.
-    """
+    Raises InputError for a name that no source has, or that several have, and for a macro that the source does not
+    know; StackError without CuPy, or with one that does not match torch; DeviceError without a GPU, or on one that does
+    not run this kernel; CompileError where the macros do not fit the source."""
     source, entry, defines = choose(name, macros)
     core.check_stack()
     core.let_cupy_start()
@@ -144,9 +124,7 @@ def describe(name: str, **macros: object) -> str:
 
 
 def choose(name: str, macros: dict[str, object]) -> tuple[Source, str, dict[str, object]]:
-    """Find (source, entry, all macros) for the name and the macros that `kernel` was given.
-
-    Raises InputError for a name that no source has, or that several have, and for a macro that it does not know."""
+    """Find (source, entry, all macros) for the name and the macros that `kernel` was given; InputError as there."""
     if not isinstance(name, str):
         raise InputError(f"name is a {type(name).__name__}; the name of a kernel, such as 'gated_v2', is accepted")
     file, _, entry = name.rpartition(".")
@@ -154,30 +132,18 @@ def choose(name: str, macros: dict[str, object]) -> tuple[Source, str, dict[str,
     if not having:
         known = sorted({entry for source in sources().values() for entry in source.entries})
         near = [one for one in known if entry and one.startswith(entry)] or get_close_matches(entry, known, 4)
-        others = f"docs/kernels/README.md lists all {len(known)}"
-        raise InputError(
-            f"no kernel is called {name!r:.80}; accepted: {', '.join(near[:4]) or 'one that is'}; {others}"
-        )
+        near = f"{', '.join(near[:4]) or 'one that is'}; docs/kernels/README.md lists all {len(known)}"
+        raise InputError(f"no kernel is called {name!r:.80}; accepted: {near}")
     if len(having) > 1:
         names = " or ".join(f"{source.name}.{entry}" for source in having)
         raise InputError(f"{name} is in several sources; {names} is accepted")
     source = having[0]
     words = set(re.findall(r"\w+", " ".join(compiler.with_headers(source.file).values())))
     dtype = next((dtype for dtype, macro in VALUE.items() if macro in macros), torch.bfloat16)
-    usual = usual_macros(source, entry, dtype, int(macros.get("D_MODEL", 2048)), macros)
+    builds = source.builds(dtype, [int(macros.get("D_MODEL", 2048))], max(source.oldest, (9, 0)))
+    agreeing = (build for build in map(dict, builds) if all(build.get(k, v) == v for k, v in macros.items()))
+    usual = next((build for build in agreeing if entry in source.entries_of(build)), None)
+    usual = {VALUE[dtype]: True} if usual is None else dict(source.macros(tuple(usual.items())))
     if unknown := sorted(set(macros) - words - set(usual)):
         raise InputError(f"{source.file} and its headers know no macro {unknown[0]!r:.80}; accepted: one they do")
     return source, entry, {**usual, **macros}
-
-
-def usual_macros(
-    source: Source, entry: str, dtype: torch.dtype, width: int, given: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the macros of the first build of a source that agrees with `given` and has this entry."""
-    found = source.builds(dtype, [width], max(source.oldest, (9, 0)))
-    fits = [
-        macros
-        for macros in map(dict, found)
-        if all(macros.get(k, v) == v for k, v in given.items()) and entry in source.entries_of(macros)
-    ]
-    return dict(source.macros(tuple(fits[0].items()))) if fits else {VALUE[dtype]: True}

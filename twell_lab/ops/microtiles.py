@@ -26,10 +26,6 @@ def _macros(dtype: torch.dtype, height: int) -> Macros:
     return (*value(dtype), ("BM", height))
 
 
-def _each(dtype: torch.dtype, widths=(), capability=(9, 0)) -> list[Macros]:
-    return [_macros(dtype, height) for height in HEIGHTS] if dtype in _DTYPES else []
-
-
 def _product_macros(dtype: torch.dtype, height: int) -> tuple[Macros, int]:
     """The macros of the product, and the bytes of one part of its pipeline."""
     stage = _STEP * (COLUMNS + height) * 2
@@ -39,13 +35,13 @@ def _product_macros(dtype: torch.dtype, height: int) -> tuple[Macros, int]:
 FIND = Source(
     "smxx_find_microtiles",
     {f"find_microtiles_v{version}": Entry(512, "ppppii") for version in (1, 2)},
-    _each,
+    lambda dtype, *_: [_macros(dtype, height) for height in HEIGHTS if dtype in _DTYPES],
     (("THREADS", 512),),
 )
 MICROTILES = Source(
     "sm80_microtiles",
     {f"microtiles_v{version}": Entry(lambda macros: -(-macros["BM"] // 64) * 128, "pppppiii") for version in (1, 2)},
-    lambda dtype, widths, capability: [_product_macros(dtype, dict(each)["BM"])[0] for each in _each(dtype)],
+    lambda dtype, *_: [_product_macros(dtype, height)[0] for height in HEIGHTS if dtype in _DTYPES],
     (("BN", COLUMNS), ("STAGES", _STAGES)),
     OLDEST,
 )
@@ -97,9 +93,7 @@ def multiplies(values: Layout | Buffer, b: Layout | Buffer, capability: tuple[in
     return fits and laid_out and values.shape[2] in HEIGHTS and capability >= OLDEST
 
 
-def product(
-    call: Call, counts: Buffer, columns: Buffer, values: Buffer, b: Buffer, rows: int, version: int = 2
-) -> Buffer:
+def product(call: Call, counts, columns, values, b, rows: int, version: int = 2) -> Buffer:
     """Multiply what `find` found of a [rows, width] with b [width, n]: a b [rows, n]; sums in float32."""
     (stripes, width, height), n = values.shape, b.shape[1]
     c = call.empty(rows, n, dtype=b.dtype)

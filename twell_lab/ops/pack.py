@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..core import InputError
-from ..cuda.launch import VALUE, Buffer, Call, Entry, Macros, Source, aligned, value
+from ..cuda.launch import Buffer, Call, Entry, Macros, Source, aligned, value
 from ..formats.twell import TwELL, check_geometry, word_dtype
 
 _TILES = {1: 128, 2: 8, 3: 8, 4: 32}  # tiles of a block, by version
@@ -23,18 +23,12 @@ PACK = Source(
 )
 
 
-def pack(
-    call: Call, gate: Buffer, tile: int, words: int, version: int | None = None, *, signed: bool = False
-) -> Buffer:
+def pack(call: Call, gate: Buffer, tile: int, words: int, version=None, *, signed: bool = False) -> Buffer:
     """Pack a gate [rows, d_ff], contiguous: int32 (float32: int64) [rows, tiles, words].
 
     Words past a tile's count are not written. version: 1 or 2 for any gate; 3 or 4 where d_ff and tile are whole
     numbers of 16 bytes and the gate is aligned to 16 bytes; None: the fastest that takes this gate. signed: keep all
-    that is not zero. Raises InputError for what no kernel takes."""
-    if len(gate.shape) != 2 or gate.dtype not in VALUE:
-        raise InputError(
-            f"gate is {gate.dtype} {list(gate.shape)}; two dimensions of bfloat16, float16 or float32 are accepted"
-        )
+    that is not zero. Raises InputError for a geometry or version that no kernel takes."""
     check_geometry(tile, words)
     (rows, columns), vector = gate.shape, 16 // gate.dtype.itemsize
     tiles = -(-columns // tile)

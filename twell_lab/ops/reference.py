@@ -3,8 +3,7 @@
 Call these with float64 tensors to get the reference from which a kernel's error is measured. They sum over the
 neurons that fire, so that a value that would overflow inside a silent neuron does no harm; where an input row is
 not finite, they give what the dense layer gives. Weights: gate and up [d_ff, d_model],
-down [d_model, d_ff], as torch.nn.Linear stores them; x [tokens, d_model]; biases may be None.
-"""
+down [d_model, d_ff], as torch.nn.Linear stores them; x [tokens, d_model]; biases may be None."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..formats.twell import fires
 from .activation import RELU, Activation, SquaredReLU
 
 ACTIVATIONS = {"relu": nn.ReLU, "relu2": SquaredReLU}
@@ -45,16 +43,12 @@ class PlainFeedForward(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
-def relu(gate: Tensor) -> Tensor:
-    """gate where it fires, +0 elsewhere: what a packed gate holds."""
-    return torch.where(fires(gate), gate, torch.zeros_like(gate))
+relu = RELU.applied  # the gate where it fires, +0 elsewhere: what a packed gate holds
 
 
-def gated_ffn(
-    x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, acts: Activation = RELU
-) -> Tensor:
+def gated_ffn(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, acts: Activation = RELU) -> Tensor:
     """(act(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd  [tokens, d_model]."""
-    return gated(x, linear(x, gate_weight, gate_bias), up_weight, down_weight, up_bias, down_bias, acts)
+    return gated(x, linear(x, gate, gate_bias), up, down, up_bias, down_bias, acts)
 
 
 def gated(x, gate, up_weight, down_weight, up_bias=None, down_bias=None, acts: Activation = RELU) -> Tensor:

@@ -5,8 +5,7 @@
 
 A linear layer's y = x W^T with a sparse W is C^T = W x^T: there x has to be turned, which a product of blocks
 (ops.blocks) does not need. Zeros that A does not store are skipped, as in torch's sparse products: 0 times an infinity
-in B adds nothing. Nothing waits for the GPU. CPU tensors are computed by torch, or, where a version is named, by the
-simulator."""
+in B adds nothing. CPU tensors are computed by torch, or, where a version is named, by the simulator."""
 
 from __future__ import annotations
 
@@ -47,9 +46,7 @@ SPMM_COO = Source(
 TOLERANCE = 1.0  # of what a dense product may be off
 
 
-def by_rows(
-    call: Call, where: Buffer, column: Buffer, values: Buffer, b: Buffer, order: Buffer, heavy: int, version: int
-) -> Buffer:
+def by_rows(call: Call, where, column, values, b, order, heavy: int, version: int) -> Buffer:
     """Multiply CSR or ELL with b [columns, n]: c [rows, n].
 
     CSR: where int64 [rows + 1], column int32 and values [nnz]; ELL: where int32 [rows], how many slots are used, column
@@ -74,7 +71,7 @@ def coo(call: Call, row: Buffer, column: Buffer, values: Buffer, b: Buffer, c: B
     [nnz]."""
     nnz, (rows, n) = len(values), c.shape
     given = (row, column, values, b, c, nnz, rows, n)
-    kernel = lambda name: SPMM_COO.kernel(name, value(b.dtype))  # noqa: E731
+    kernel = lambda name: SPMM_COO.kernel(name, value(b.dtype))
     parts = _blocks(nnz, _SHARE)
     grid = _blocks(parts, _BLOCK_WARPS), _slabs(b)
     if not c.numel() or not nnz:
@@ -113,13 +110,9 @@ class SparseOperand:
     """A sparse matrix, checked and prepared once for any number of products. That waits for the device; a product does
     not. The tensors of `a` are not to be changed afterwards, and no gradient goes to them.
 
-    Args:
-        a: COO, its entries in any order; CSR or ELL, columns ascending within a row.
-
-    Raises:
-        InputError: for anything else, values that are not bfloat16, float16 or float32, and entries that lie outside,
-            twice at one place or, of CSR and ELL, not in order.
-    """
+    a: COO, its entries in any order; CSR or ELL, columns ascending within a row. Raises InputError for anything else,
+    values that are not bfloat16, float16 or float32, and entries that lie outside, twice at one place or, of CSR and
+    ELL, not in order."""
 
     def __init__(self, a: COO | CSR | ELL) -> None:
         if not isinstance(a, (COO, CSR, ELL)):
@@ -149,11 +142,6 @@ class SparseOperand:
         where = a.pointer.long() if isinstance(a, CSR) else counts.int()
         order = counts.argsort(descending=True, stable=True).int()
         self._parts = where.contiguous(), a.column.int().contiguous(), a.value.detach().contiguous(), order
-
-    @property
-    def nnz(self) -> int:
-        """Return how many entries are stored."""
-        return len(self._list[0])
 
     def versions(self, b: Tensor) -> tuple[int, ...]:
         """Return the versions of the kernel that take this B: from 3 on n has to be a whole number of 16 bytes, and B

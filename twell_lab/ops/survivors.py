@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cuda.launch import Buffer, Call, Entry, Macros, Source
+from ..cuda.launch import Entry, Source
 from ..formats.twell import fires
-from .down import pooled_takes, specialisation
+from .down import pooled_takes, short_rows, specialisation
 
 MOST_COLUMNS = 65536  # a word has 16 bits for the column
 TOKEN_ENTRIES, NEURON_ENTRIES = 128, 16  # entries of the list, for each token and for each neuron
 HEAVY = 256  # a row with more entries is walked by many warps
 _MOST_ENTRIES = 2**31 - 2
 _BLOCK_ROWS, _PLACE_THREADS = 16, 1024
-
-
-def rows_of_widths(dtype: torch.dtype, widths: Sequence[int], capability: tuple[int, int]) -> list[Macros]:
-    """List the macros of each width that the row kernels of a training step take (Source.builds)."""
-    return [specialisation(dtype, width) for width in sorted(set(widths)) if pooled_takes(dtype, width)]
 
 
 SURVIVORS = Source(
@@ -31,7 +25,7 @@ SURVIVORS = Source(
         "survivor_places_v2": Entry(_PLACE_THREADS, "pppiiii"),
         "survivor_words_v2": Entry(32 * _BLOCK_ROWS, "pppppppppiii"),
     },
-    builds=rows_of_widths,
+    builds=short_rows,
     constants=(("BLOCK_ROWS", _BLOCK_ROWS), ("PLACE_THREADS", _PLACE_THREADS), ("HEAVY", HEAVY)),
 )
 
@@ -66,17 +60,7 @@ def takes(dtype: torch.dtype, tokens: int, d_model: int, d_ff: int) -> bool:
     return small and pooled_takes(dtype, d_model)
 
 
-def survivors(
-    call: Call,
-    x: Buffer,
-    packed: Buffer,
-    pool: Buffer,
-    d_ff: int,
-    gated: bool,
-    capacity: int | None = None,
-    few: int = _MOST_ENTRIES,
-    most: int = 0,
-) -> Survivors:
+def survivors(call, x, packed, pool, d_ff: int, gated: bool, capacity=None, few=_MOST_ENTRIES, most=0) -> Survivors:
     """List the entries of x's packed gate. In a gated layer ups and l1 are left to train_rows.up_values.
 
     x: [tokens, d_model]; packed: [tokens, tiles, 32], pool: [ceil(tokens / 16), tiles, 64], of the gate of this x
@@ -97,9 +81,7 @@ def survivors(
     totals = call.empty(blocks, 4, dtype=torch.int32)
     macros = specialisation(x.dtype, d_model)
 
-    def launch(name: str, grid: int, *arguments) -> None:
-        call.launch(SURVIVORS.kernel(name, macros), (grid, 1), *arguments)
-
+    launch = lambda name, grid, *given: call.launch(SURVIVORS.kernel(name, macros), (grid, 1), *given)
     launch("survivor_counts_v2", blocks, x, packed, counts, totals, tokens, d_ff)
     launch("survivor_places_v2", 1, counts, totals, lost, tokens, capacity, few, most)
     placed = (packed, pool, counts, totals, spans, kept, lost, words, None if gated else l1)
@@ -117,12 +99,9 @@ def reference(gate: Tensor, lost: Tensor, capacity: int) -> Survivors:
     words = torch.zeros(capacity, dtype=torch.int32, device=gate.device)
     words[: len(rows)] = gate[rows, columns].view(torch.int16).to(torch.int32) << 16 | columns.to(torch.int32)
     numbers = torch.zeros(len(gate) + 2, dtype=torch.int32, device=gate.device)
-    for some, listed in ((lost, numbers), (counts > HEAVY, None)):
-        found = torch.cat([some.sum()[None], some.nonzero()[:, 0]]).to(torch.int32)
-        if listed is None:
-            numbers[len(numbers) - len(found) :] = found.flip(0)
-        else:
-            listed[: len(found)] = found
+    numbered = lambda some: torch.cat([some.sum()[None], some.nonzero()[:, 0]]).to(torch.int32)
+    of_lost, of_heavy = numbered(lost), numbered(counts > HEAVY)
+    numbers[: len(of_lost)], numbers[len(numbers) - len(of_heavy) :] = of_lost, of_heavy.flip(0)
     l1 = torch.where(keep, gate, 0).double().sum(1).float()
     return Survivors(torch.stack([starts, counts], 1), words, None, numbers, counts, l1)
 

@@ -8,14 +8,12 @@ survivors' columns, gate values and up values (ops.survivors). Every gradient is
   dx = dg gate + du up                    rows of the weights, per token
   dgate = dg^T x,  dup = du^T x,  ddown = dy^T h     rows of x and dy, per neuron: through a sparse transpose
 
-A tile that holds more values than it has words for puts the rest into the pool (ops.gate_pack). A row that the pool or
-the compact form cannot hold is lost (ops.survivors says when): it is computed from the dense weights, on the device and
-exactly (ops.train_lost). Method: arXiv 2603.23198, section 3.3 (there with a fixed number of entries for each row, and
-a dense tail for what exceeds it). On a CPU, for float32 and for shapes that the kernels do not take, the gate is
-computed again in the backward pass, by torch's operations.
+A row that the pool of the packed gate (ops.gate_pack) or the compact form cannot hold is lost (ops.survivors): it is
+computed from the dense weights, on the device and exactly (ops.train_lost). Method: arXiv 2603.23198, section 3.3
+(there with a fixed number of entries for each row, and a dense tail for what exceeds it). On a CPU, for float32 and for
+shapes that the kernels do not take, the gate is computed again in the backward pass, by torch's operations.
 
-"dense" computes all neurons by torch's products, with one kernel between them in each direction (ops.train_dense).
-"""
+"dense" computes all neurons by torch's products, with one kernel between them in each direction (ops.train_dense)."""
 
 from __future__ import annotations
 
@@ -37,10 +35,9 @@ from .checks import check_layer, transformed, watched
 from .columns import weight_gradients
 from .gate_pack import gate_pack_sm80, gate_pack_sm90, takes_sm90
 from .survivors import Survivors, capacity_for
-from .train_dense import dense_gradients, dense_hidden
+from .train_dense import dense_gradients, dense_hidden, gradients_reference, hidden_reference, wide
 from .train_lost import FEW_HEAVY, lost_backward, lost_forward, tensor_core_rows
-from .train_rows import hidden_gradient, input_gradient, up_values, weighted_rows
-from .transpose import transposed
+from .train_rows import hidden_gradient, input_gradient, transposed, up_values, weighted_rows
 
 PATHS = ("dense", "twell")
 _VECTOR = 8  # d_model and d_ff are multiples of it where the gate GEMM packs
@@ -55,15 +52,7 @@ _library.define(f"train_backward(Tensor dy, Tensor? dl1, {_LAYER}, {_SAVED}, str
 
 
 def train_ffn(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *,
-    path: str = "twell",
+    x: Tensor, gate, up: Tensor, down: Tensor, gate_bias=None, up_bias=None, down_bias=None, *, path: str = "twell"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one feed-forward layer with gradients: (y, l1, kept).
 
@@ -91,8 +80,7 @@ def train(x: Tensor, *weights: Tensor | None, path: str) -> tuple[Tensor, Tensor
 
 def counts(facts: Tensor, tokens: int) -> tuple[Tensor, Tensor | None]:
     """Return how many neurons fired, int32 [tokens], and how many tokens did not fit into the compact form, a scalar or
-    None, from the facts of so many tokens: `kept` of Survivors, behind which all but l1 lies where there is a compact
-    form. Those who do not ask are spared these views, each of which costs the host as much as a launch."""
+    None, from the facts of so many tokens. Who does not ask is spared these views, as dear to the host as a launch."""
     return facts[:tokens], facts[lie(4 * tokens)[1] // 4] if len(facts) > tokens else None
 
 
@@ -201,25 +189,6 @@ def forward_rows(call: Call, packed, pool, x, gate, up, down_t, gate_bias, up_bi
     return s, y
 
 
-@lru_cache(maxsize=256)
-def _backward_call(device, dtype, tokens, d_model, d_ff, gated: bool, biased: tuple, turned: bool, slope: bool) -> Call:
-    """The launches of a backward pass; slope: with a gradient in l1. Of a turned down the gradient is too."""
-    call, entries = Call(device), capacity_for(tokens, d_ff)
-    spans, words, lost, kept = (
-        _input(call, torch.int32, *shape) for shape in ((tokens, 2), (entries,), (tokens + 2,), (tokens,))
-    )
-    ups = _input(call, torch.float32, entries) if gated else call.input(None)
-    dy, x = (_input(call, dtype, tokens, d_model) for _ in range(2))
-    dl1 = _input(call, torch.float32, tokens) if slope else call.input(None)
-    up, down_t = (_input(call, dtype, d_ff, d_model) for _ in range(2))
-    gate = _input(call, dtype, d_ff, d_model) if gated else call.input(None)
-    biases = [_input(call, dtype, d_ff) if has else call.input(None) for has in biased[:2]]
-    s = Survivors(spans, words, ups, lost, kept, None)
-    dx, dgate, dup, ddown_t, *of_biases = backward_rows(call, s, dy, dl1, x, gate, up, down_t, *biases)
-    call.returns((dx, dgate, dup, ddown_t if turned else transposed(call, ddown_t), *of_biases))
-    return call
-
-
 def backward_rows(call: Call, s: Survivors, dy, dl1, x, gate, up, down_t, gate_bias, up_bias) -> tuple:
     """Add the backward pass to a call: (dx, dgate, dup, ddown_t, dgate_bias, dup_bias)."""
     dh = hidden_gradient(call, dy, s, down_t, dl1)
@@ -248,7 +217,7 @@ def _by_torch(x, gate, up, down, gate_bias, up_bias, down_bias):
     first = torch.relu(linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias))
     h = first if gate is None else first * linear(x, up, up_bias)
     kept = fires(first.detach()).sum(-1, dtype=torch.int32)
-    return linear(h, down, down_bias), h.abs().sum(-1, dtype=_wide(h)).flatten(), kept.flatten()
+    return linear(h, down, down_bias), h.abs().sum(-1, dtype=wide(h)).flatten(), kept.flatten()
 
 
 def _gate_and_up(x, gate, up, gate_bias, up_bias) -> tuple[Tensor, Tensor | None]:
@@ -273,19 +242,10 @@ class _Dense(NamedTuple):
         rows = _rows(x)
         with torch.autocast(x.device.type, enabled=False):
             g, u = _gate_and_up(rows, gate, up, gate_bias, up_bias)
-            if g.is_cuda:
-                h, l1, kept = run(dense_hidden, g, u)
-            else:
-                keep = fires(g)
-                h = torch.where(keep, g if u is None else g * u, g.new_zeros(()))
-                l1, kept = h.abs().sum(1, dtype=_wide(g)), keep.sum(1, dtype=torch.int32)
-                if u is not None:  # a silent neuron's zero is not multiplied by an infinite u; torch and the GPU do it
-                    spoilt = ~rows.isfinite().all(1) & ~keep.all(1)
-                    h[spoilt], l1[spoilt] = torch.nan, torch.nan
+            h, l1, kept = run(dense_hidden, g, u) if g.is_cuda else hidden_reference(g, u)
             saved = (g, u) if self.path == "dense" else (None, None)
-            y = torch.empty_like(
-                x, memory_format=torch.contiguous_format
-            )  # no view, so that it may be changed in place
+            # No view, so that it may be changed in place.
+            y = torch.empty_like(x, memory_format=torch.contiguous_format)
             if down_bias is None:
                 torch.mm(h, down.t(), out=_rows(y))
             else:
@@ -298,7 +258,8 @@ class _Dense(NamedTuple):
         with torch.autocast(x.device.type, enabled=False):
             if g is None:
                 g, u = _gate_and_up(x, gate, up, gate_bias, up_bias)
-            h, dg, du = _middle_gradients(g, u, dy @ down, dl1)
+            dh = dy @ down
+            h, dg, du = run(dense_gradients, g, u, dh, *_read(dl1)) if g.is_cuda else gradients_reference(g, u, dh, dl1)
             ddown = dy.t() @ h
             del h
             if gate is None:
@@ -310,24 +271,6 @@ class _Dense(NamedTuple):
             summed = ((gate_bias, dg), (up_bias, of_up), (down_bias, dy))
             of_biases = (None if bias is None else values.sum(0) for bias, values in summed)
             return dx.view(shape), dgate, dup, ddown, *of_biases
-
-
-def _middle_gradients(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None):
-    """(h, dg, du) from dh, the gradient of the loss in h, and dl1, that in l1. dh may be overwritten."""
-    if g.is_cuda:
-        return run(dense_gradients, g, u, dh, *_read(dl1))
-    keep, zero = fires(g), g.new_zeros(())
-    h = torch.where(keep, g if u is None else g * u, zero)
-    if dl1 is not None:
-        dh = (dh + dl1[:, None] * h.sign()).to(dh.dtype)
-    if u is None:
-        return h, torch.where(keep, dh, zero), None
-    return h, torch.where(keep, dh * u, zero), torch.where(keep, dh * g, zero)
-
-
-def _wide(t: Tensor) -> torch.dtype:
-    """The type of sums over neurons: float64 for float64, otherwise float32."""
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
 # ---- both paths, as an operator of torch's and as a function
@@ -347,15 +290,13 @@ def _there(like: Tensor, tensors) -> list[Tensor]:
     return [like.new_empty(0) if t is None else t for t in tensors]
 
 
-@torch.library.impl(_library, "train", "CPU")
-@torch.library.impl(_library, "train", "CUDA")
+@torch.library.impl(_library, "train", "CompositeExplicitAutograd")
 def _operator(*arguments):
     *layer, path = arguments
     return tuple(_there(layer[0], _step(path, *layer).forward(*layer)))
 
 
-@torch.library.impl(_library, "train_backward", "CPU")
-@torch.library.impl(_library, "train_backward", "CUDA")
+@torch.library.impl(_library, "train_backward", "CompositeExplicitAutograd")
 def _backward_operator(dy, dl1, *arguments):
     *layer, facts, first, second, path = arguments
     saved = (t if t.numel() else None for t in (first, second))
@@ -370,7 +311,7 @@ def _(x, gate, up, down, gate_bias, up_bias, down_bias, path):
         first, second = (tokens, d_ff), (tokens, d_ff) if gated else (0,)
     elif takes(x.device, x.dtype, tokens, d_model, d_ff):
         length, first = _length(tokens, d_ff, gated), (0,) if down.stride() == (1, d_model) else (d_ff, d_model)
-    l1, facts = x.new_empty(tokens, dtype=_wide(x)), x.new_empty(length, dtype=torch.int32)
+    l1, facts = x.new_empty(tokens, dtype=wide(x)), x.new_empty(length, dtype=torch.int32)
     return x.new_empty(x.shape), l1, facts, x.new_empty(first), x.new_empty(second)
 
 

@@ -36,9 +36,7 @@ def dense_hidden(call: Call, g: Buffer, u: Buffer | None, version: int | None = 
     return h, l1, kept
 
 
-def dense_gradients(
-    call: Call, g: Buffer, u: Buffer | None, dh: Buffer, dl1: Buffer | None, version: int | None = None
-) -> tuple[Buffer, Buffer, Buffer | None]:
+def dense_gradients(call: Call, g: Buffer, u, dh: Buffer, dl1, version: int | None = None) -> tuple:
     """Compute (h, dg, du) from the gradient dh [tokens, d_ff] of h, and dl1 float32 [tokens] or None, that of
     dense_hidden's l1.
 
@@ -58,22 +56,25 @@ def _launch(call: Call, name: str, version: int | None, g: Buffer, arguments: tu
         call.launch(kernel, (-(-rows // (_THREADS // 32)), 1), *arguments, rows, d_ff)
 
 
+def wide(t: Tensor) -> torch.dtype:
+    """Return the type of sums over neurons: float64 for float64, otherwise float32."""
+    return torch.promote_types(t.dtype, torch.float32)
+
+
 def hidden_reference(g: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `dense_hidden` computes: h bit for bit."""
     keep = fires(g)
     h = torch.relu(g) if u is None else torch.relu(g) * u
-    return h, h.abs().sum(1, dtype=torch.float64).float(), keep.sum(1, dtype=torch.int32)
+    return h, h.abs().sum(1, dtype=torch.float64).to(wide(g)), keep.sum(1, dtype=torch.int32)
 
 
-def gradients_reference(
-    g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def gradients_reference(g: Tensor, u: Tensor | None, dh: Tensor, dl1: Tensor | None) -> tuple:
     """Return what `dense_gradients` computes, bit for bit."""
     active = torch.relu(g)
     h = active if u is None else active * u
-    d = dh.float() if dl1 is None else dh.float() + dl1[:, None] * h.float().sign()
-    dg = torch.where(fires(g), d if u is None else d * u.float(), 0).to(g.dtype)
-    return h, dg, None if u is None else (d * active.float()).to(g.dtype)
+    d = dh.to(wide(g)) if dl1 is None else dh.to(wide(g)) + dl1[:, None] * h.sign()
+    dg = torch.where(fires(g), d if u is None else d * u, 0).to(g.dtype)
+    return h, dg, None if u is None else (d * active).to(g.dtype)
 
 
 TOLERANCE = 0.0

@@ -51,10 +51,7 @@ TENSOR = Source(
         "lost_weight_products_v1": Entry(256, "ppppppppppppiii"),
     },
     builds=sixteen_bits,
-    constants=(
-        *(("NEURONS", _TILE_NEURONS), ("RESIDENT", _RESIDENT), ("SHARED_BYTES", _SHARED)),
-        ("LAUNCH_TILE", _TILE),
-    ),
+    constants=(("NEURONS", _TILE_NEURONS), ("RESIDENT", _RESIDENT), ("SHARED_BYTES", _SHARED), ("LAUNCH_TILE", _TILE)),
     oldest=(8, 0),
 )
 
@@ -66,9 +63,7 @@ def tensor_core_rows(tokens: int, device: torch.device) -> int:
     return min(tokens, max(tokens // TOKENS_A_ROW, _LEAST_ROWS))
 
 
-def lost_forward(
-    call: Call, lost: Buffer, x: Buffer, gate, up: Buffer, down_t, gate_bias, up_bias, down_bias, y, l1, kept
-) -> tuple[Buffer, Buffer, Buffer]:
+def lost_forward(call: Call, lost, x, gate, up, down_t, gate_bias, up_bias, down_bias, y, l1, kept) -> tuple:
     """Write the lost rows of y, l1 and kept, and return these.
 
     x and y [tokens, d_model]; gate (None: a plain layer), up, down_t [d_ff, d_model]; biases [d_ff], [d_ff], [d_model]
@@ -98,9 +93,7 @@ def lost_forward(
     return y, l1, kept
 
 
-def lost_backward(
-    call: Call, lost: Buffer, x: Buffer, dy, dl1, gate, up: Buffer, down_t, gate_bias, up_bias, dx, *gradients
-) -> tuple[Buffer | None, ...]:
+def lost_backward(call, lost, x, dy, dl1, gate, up, down_t, gate_bias, up_bias, dx, *gradients) -> tuple:
     """Write the lost rows of dx, add the lost rows' part to the gradients of weights and biases, and return all these.
 
     dy, dx like x; dl1 float32 [tokens] or None: gradient of lost_forward's l1. gradients: dgate (None: a plain layer),

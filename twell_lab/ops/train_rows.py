@@ -1,23 +1,23 @@
 """The products of a training step that go over a row's survivors: y, u, the gradient of h, and the gradient of x.
 
 Version 1 (kernels/smxx_train_rows.cu) holds whole rows in registers; version 2 (kernels/smxx_train_slabs.cu) takes
-slabs of columns, and shares a heavy row among many warps."""
+slabs of columns, and shares a heavy row among many warps. And the transpose of a matrix (kernels/smxx_transpose.cu)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn.functional import linear
 
-from ..cuda.launch import VALUE, Buffer, Call, Entry, Macros, Source
+from ..cuda.launch import VALUE, Buffer, Call, Entry, Macros, Source, sixteen_bits, value
 from ..formats.twell import fires
-from .down import specialisation
-from .survivors import HEAVY, Survivors, rows_of_widths
+from .down import short_rows, specialisation, team_threads
+from .survivors import HEAVY, Survivors
 
 _VECTOR = 8  # values in 16 bytes
 _BLOCK_WARPS = 4
+_SIDE = 64  # of the square that a block transposes
 _MOST_SLABS = 16  # slabs whose pieces of dot products are kept at once
 # By kernel: the lanes that share an entry, which is also the width of a slab in vectors of 16 bytes; and the entries
 # that a lane loads at once.
@@ -29,23 +29,22 @@ def _slab_macros(dtype: torch.dtype, d_model: int, shape: tuple[int, int]) -> Ma
 
 
 def _slab_builds(dtype: torch.dtype, widths: Sequence[int], capability: tuple[int, int]) -> list[Macros]:
-    taken = [dict(macros)["D_MODEL"] for macros in rows_of_widths(dtype, widths, capability)]
+    taken = [dict(macros)["D_MODEL"] for macros in short_rows(dtype, widths)]
     return [_slab_macros(dtype, width, shape) for width in taken for shape in dict.fromkeys(_SHAPES.values())]
-
-
-def _row_threads(macros: dict) -> int:
-    return 32 * macros["WARPS"]
 
 
 ROWS = Source(
     "smxx_train_rows",
     {
-        "weighted_rows_v1": Entry(_row_threads, "pppppp"),
-        "hidden_gradient_v1": Entry(_row_threads, "ppppppp"),
-        "input_gradient_v1": Entry(_row_threads, "ppppppp"),
+        "weighted_rows_v1": Entry(team_threads, "pppppp"),
+        "hidden_gradient_v1": Entry(team_threads, "ppppppp"),
+        "input_gradient_v1": Entry(team_threads, "ppppppp"),
     },
-    builds=rows_of_widths,
+    builds=short_rows,
     constants=(("HEAVY", HEAVY),),
+)
+TRANSPOSE = Source(
+    "smxx_transpose", {"transpose_v1": Entry(256, "ppii")}, sixteen_bits, (("SIDE", _SIDE), ("THREADS", 256))
 )
 SLABS = Source(
     "smxx_train_slabs",
@@ -61,6 +60,15 @@ SLABS = Source(
 )
 
 
+def transposed(call: Call, m: Buffer) -> Buffer:
+    """Transpose m [rows, columns] of 16-bit values, contiguous, both multiples of 8."""
+    rows, columns = m.shape
+    out = call.empty(columns, rows, dtype=m.dtype)
+    grid = -(-columns // _SIDE), -(-rows // _SIDE)
+    call.launch(TRANSPOSE.kernel("transpose_v1", value(m.dtype)), grid, m, out, rows, columns)
+    return out
+
+
 def up_values(call: Call, x: Buffer, s: Survivors, up: Buffer, up_bias: Buffer | None) -> None:
     """Write s.ups = x . up[column] + up_bias[column], and s.l1, of a gated layer. up: [d_ff, d_model]."""
     _dots(call, x, s, up, "up_values_v1", (up_bias, s.ups, s.l1))
@@ -74,9 +82,7 @@ def weighted_rows(call: Call, s: Survivors, down_t: Buffer, bias: Buffer | None,
     return y
 
 
-def hidden_gradient(
-    call: Call, dy: Buffer, s: Survivors, down_t: Buffer, dl1: Buffer | None, version: int = 2
-) -> Buffer:
+def hidden_gradient(call: Call, dy: Buffer, s: Survivors, down_t: Buffer, dl1, version: int = 2) -> Buffer:
     """Compute dh float32 [capacity] at the entries: dy [tokens, d_model] . down_t[column] + dl1 * sign(h); dl1: float32
     [tokens]."""
     dh = call.empty(len(s.words), dtype=torch.float32)
@@ -129,9 +135,7 @@ def _dots(call: Call, rows: Buffer, s: Survivors, matrix: Buffer, finish: str, m
         _run_slabs(call, finish, shape, rows, 0, (*listed, pieces, *more, *sizes, *order))
 
 
-def reference(
-    x: Tensor, gate, up: Tensor, down_t: Tensor, gate_bias, up_bias, down_bias, dy: Tensor, dl1, dtype: torch.dtype
-) -> tuple[Tensor | None, ...]:
+def reference(x, gate, up, down_t, gate_bias, up_bias, down_bias, dy, dl1, dtype: torch.dtype) -> tuple:
     """Return what a whole step computes, lost rows included, by torch's operations on all neurons, in the type of x: y,
     l1, kept, dx, dgate, dup, ddown_t, dgate_bias, dup_bias.
 

@@ -45,7 +45,7 @@ def product(tokens, inner, out, dtype, version, tile=None, bias=True, gated=Fals
         f"int8_v{version} {name}: {tokens} x {inner} x {out}, {tile}, {dtype}, {bias}",
         (int8.INT8,),
         arguments,
-        partial(int8.gate_up if gated else int8.product, dtype=dtype, version=version, tile=tile),
+        lambda call, *given: int8.product(call, *given[:3], dtype, None, *given[3:], version=version, tile=tile),
         partial(gate_up_reference if gated else int8.product_reference, dtype=dtype),
         int8.TOLERANCE,
         large=large,

@@ -1,4 +1,6 @@
-"""Cases of `listed`: rows with few and many kept values."""
+"""Cases of `listed` and `spread`: rows with few and many kept values."""
+
+from dataclasses import replace
 
 import torch
 
@@ -32,10 +34,22 @@ def case(version, counts, d_model, d_ff, dtype=BF16, gated=True, biases=False, s
     )
 
 
+def spread(counts, *sizes, **how):
+    like = case(1, counts, *sizes, **how)
+    operation = lambda call, *arguments: listed.spread(call, *arguments)  # noqa: E731
+    return replace(like, name=like.name.replace("listed_v1", "spread"), sources=(listed.SPREAD,), operation=operation)
+
+
 CASES = [
     *(case(v, HEAVY, 264, 1504, dtype, g, b) for v in (1, 2) for dtype in (BF16, FP16) for g in (True, False) for b in (True, False)),
     *(case(None, HEAVY, *sizes, biases=True) for sizes in [(2048, 5632), (8, 16384), (4104, 648), (16384, 1024)]),
     *(case(v, counts, 64, 640, spoilt=True) for v in (1, 2) for counts in ([640] * 8, [0] * 8, [5, 600] * 10)),
     *(case(v, [], 64, 640) for v in (1, 2)),
     *(case(v, [7 * i % 900 for i in range(n)], 768, 1000) for v in (1, None) for n in (300, 2048)),
+    *(spread(HEAVY, 264, 1504, dtype, g, b) for dtype in (BF16, FP16) for g in (True, False) for b in (True, False)),
+    *(spread(HEAVY, *sizes, biases=True) for sizes in [(2048, 5632), (8, 16384), (4104, 648), (16384, 1024)]),
+    *(spread([0, 3, 1, 70, 29, 200], *sizes, biases=True) for sizes in [(24, 712), (520, 2056)]),
+    *(spread(counts, 64, 640, spoilt=True) for counts in ([640] * 8, [0] * 8, [5, 600] * 10)),
+    spread([], 64, 640),
+    spread([7 * i % 900 for i in range(300)], 768, 1000),
 ]  # fmt: skip
