@@ -83,15 +83,15 @@ def test_rows_say_what_was_measured(make):
 
 def test_each_path_that_is_named_is_measured_in_a_model_of_its_own_with_its_loss():
     model, text = ours(d_ff=512), torch.arange(600) % 64
-    names = ["twell", "hot_cold", "int8", "predicted"]
+    names = ["twell", "hot_cold", "int8", "twell_int8"]
     record = tl.bench.model(model, **{**QUICK, "batches": ()}, text=text, plan="dense", paths=[*names, "twell"])
-    forced = ["forced twell", "forced hot_cold", "forced int8 (lossy)", "forced predicted (lossy)"]
+    forced = ["forced twell", "forced hot_cold", "forced int8 (lossy)", "forced twell_int8 (lossy)"]
     assert [row["path"] for row in record.rows[:6]] == ["dense eager", "forced dense", *forced]
     assert [row["choice"] for row in record.rows[2:6]] == [
         "2 twell",
         "2 hot_cold",
         "2 int8 (lossy)",
-        "2 predicted (lossy)",
+        "2 twell_int8 (lossy)",
     ]
     with torch.no_grad():
         ids = workloads.Tokens(64, torch.device("cpu"), text).inputs(1, 16)[0]
@@ -105,7 +105,7 @@ def test_each_path_that_is_named_is_measured_in_a_model_of_its_own_with_its_loss
     assert len(lossy) == 2 and all(row["loss"] != right and row["error"] > 1e-4 for row in lossy)
     assert "loss: in nats a token" in told(record, "a text") and "error: of the results" in told(record, "a text")
     for wrong in ("three_four", 3, ["twell", None]):
-        with pytest.raises(InputError, match="paths has .*; accepted: 'dense', .*'predicted'"):
+        with pytest.raises(InputError, match="paths has .*; accepted: 'dense', .*'twell_int8'"):
             tl.bench.model(model, **QUICK, paths=wrong)
     with pytest.raises(DeviceError, match="path 'two_four'"):
         tl.bench.model(model, **QUICK, paths="two_four")

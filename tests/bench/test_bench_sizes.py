@@ -105,9 +105,9 @@ def test_the_record_of_a_size_measures_what_says_most_first(gpu):
 
 
 def test_the_record_of_paths_has_errors_and_of_a_text_the_loss(gpu):
-    sections = whole.paths({}, "1M", (64,), 2, **CPU | {"paths": ("int8", "predicted"), "batches": (1,)})
+    sections = whole.paths({}, "1M", (64,), 2, **CPU | {"paths": ("int8", "twell_int8"), "batches": (1,)})
     found = {name: [row for step in steps for row in step()] for name, steps in sections.items()}
-    lossy = ["forced int8 (lossy)", "forced predicted (lossy)"]
+    lossy = ["forced int8 (lossy)", "forced twell_int8 (lossy)"]
     ways = {"trained small model": ["dense eager", "forced twell", *lossy]}
     ways["drawn 1M Llama"] = ["dense eager", "forced twell", "forced hot_cold", *lossy]
     for rows in found.values():

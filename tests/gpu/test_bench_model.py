@@ -39,7 +39,7 @@ def test_a_drawn_model_in_every_way():
 def test_a_model_of_this_project_on_paths_by_name():
     torch.manual_seed(0)
     model, left_out = LanguageModel(SIZES).cuda().bfloat16().eval(), {}
-    paths = ["hot_cold", "int8", "twell_int8", "predicted", "experts"]
+    paths = ["hot_cold", "int8", "twell_int8"]
     how = {"text": torch.randint(1024, (20_000,)), "plan": "twell", "paths": paths, "seconds": 0, "left_out": left_out}
     bench = models.Bench(model, tokens=(64,), batches=(8,), **how)
     rows = [row for key in bench.works for row in bench.rows(*key)]

@@ -25,7 +25,7 @@ from ..ops import accuracy, spmm
 from ..ops import blocks as block_kernels
 from ..ops import clock as clocks
 from ..ops.functional import packed_down
-from ..sparsities import blocks, microtiles, semi_structured
+from ..sparsities import blocks, microtiles, two_four
 from ..sparsities.microtiles import find_microtiles
 from ..sparsities.weights import PRODUCTS, SparseLinear
 from ..training.text import source
@@ -111,11 +111,11 @@ def ell_matmul(a: ELL, b: Tensor) -> Tensor:
 
 
 def _semi_structured(a: Tensor, kind: str = "cusparselt") -> Tensor:
-    return semi_structured.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
+    return two_four.tensor_kind(a.shape, a.dtype, a.device, kind).from_dense(a)
 
 
 def _searched(a: Tensor) -> Tensor:
-    return semi_structured.searched(_semi_structured(a), a.shape[1])
+    return two_four.searched(_semi_structured(a), a.shape[1])
 
 
 def _pruned(a: Tensor, product: str) -> SparseLinear:
@@ -166,7 +166,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         "2:4 (cuSPARSELt, searched, called at once)",
         _searched,
-        lambda w, x: semi_structured.product(x, w),
+        lambda w, x: two_four.product(x, w),
         (TWO_FOUR,),
         turned=True,
     ),

@@ -14,9 +14,8 @@ from ..models.tiny import LanguageModel, ModelConfig
 from ..ops import clock
 from ..sparsities.adapters import drawn, switch
 from ..sparsities.checks import refusals
-from ..sparsities.dropout import two_four_dropout
-from ..sparsities.semi_structured import tensor_kind, usual_backend
-from ..sparsities.two_four_training import OPERANDS, SIDE, TwoFourLinear, two_four
+from ..sparsities.two_four import tensor_kind, usual_backend
+from ..sparsities.two_four_training import OPERANDS, SIDE, TwoFourLinear, two_four, two_four_dropout
 from ..training.config import TrainConfig
 from . import losses, rows
 

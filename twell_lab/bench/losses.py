@@ -25,13 +25,11 @@ from ..models.swap import sparsify
 from ..models.thresholds import LossChange, calibrate
 from ..ops import clock
 from ..sparsities.blocks import block_mask, nested_mask
-from ..sparsities.core_neurons import core_neurons
-from ..sparsities.dropout import TwoFourDropout
-from ..sparsities.few_neurons import remove
-from ..sparsities.magnitude import magnitude_mask
+from ..sparsities.few_neurons import core_neurons, remove
+from ..sparsities.magnitude import magnitude_mask, proximal_step, prune
 from ..sparsities.predictors import predict
-from ..sparsities.prune import proximal_step, prune
 from ..sparsities.two_four import two_four_mask
+from ..sparsities.two_four_training import TwoFourDropout
 from ..sparsities.weights import SparseLinear
 from ..training.config import TrainConfig
 from ..training.loop import autocast, initial_model, train

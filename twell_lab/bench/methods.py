@@ -25,20 +25,17 @@ from ..ops import clock, int8
 from ..ops.reference import GatedFeedForward
 from ..sparsities import microtiles
 from ..sparsities.experts import WAYS, ExpertsLayer
-from ..sparsities.fp8 import fp8_linear
-from ..sparsities.int8 import has_kernel, int8_linear, packed_two_four, two_four_int8
+from ..sparsities.int8 import has_kernel, int8_linear
 from ..sparsities.padding import add_padding, remove_padding
 from ..sparsities.predictors import LowRank, PredictedFFN
-from ..sparsities.quantised import Bitmap, Rows, output_error, quantise
-from ..sparsities.two_four import two_four_mask
+from ..sparsities.quantised import Rows, fp8_linear, output_error, quantise
 from . import comparison, rows
 from .comparison import CHECKED, TILED
 
 DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", TILED
 EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
-GROUPED = "its neurons as experts (lossy)"
-METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED, GROUPED)
-INEXACT = (EXPERTS, PREDICTED, GROUPED)  # another layer, and lossy ones
+METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED)
+INEXACT = (EXPERTS, PREDICTED)  # another layer, and a lossy one
 SHARES = (1 / 256, 1 / 64, 1 / 32, 1 / 8, 3 / 8)  # of the neurons that fire, or are computed, for a token
 HEIGHT, RANK = 32, 64
 NNZ = 29  # neurons that fire for a token where that makes no difference to what is compared
@@ -121,7 +118,6 @@ def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tenso
         SPLIT: swapped(layer, Choice("hot_cold", STEP)),
         TILES: functools.partial(by_stripes, layer, layer.down_proj.weight.t().contiguous()),
         PREDICTED: PredictedFFN(ffn, guess, max(1, round(share * d_ff))),
-        GROUPED: swapped(layer, Choice("experts")),
     }
     if (top := round(share * _EXPERTS)) >= 1:
         of = {"activation": "relu", "device": weight.device, "dtype": weight.dtype}
@@ -132,7 +128,7 @@ def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tenso
 @torch.no_grad()
 def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
     """Return the rows of a layer at one share of firing neurons and each number of tokens, by each method, of kind
-    "map". The `share` is that asked for, `nnz` what fires; GROUPED has the `error` of its output."""
+    "map". The `share` is that asked for, `nnz` what fires."""
     layer, x = drawn(share, sizes)
     methods, made = _methods(layer, share), []
     for tokens in sizes.tokens:
@@ -143,9 +139,8 @@ def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
         # Of more than one token the predictor computes all, and masks.
         there = {name: call for name, call in methods.items() if name != PREDICTED or tokens == 1}
         calls = {rows.DENSE if name == DENSE else name: rows.over(call, [some]) for name, call in there.items()}
-        facts = {GROUPED: {"error": output_error(methods[GROUPED](some), y)}}
         said = rows.describe("map", [some], layer.gate_proj.weight, f"drawn gated layer, {share:.2%} fire")
-        made += rows.measured(said | {"share": share}, calls, sizes.seconds, facts, rounds=10)
+        made += rows.measured(said | {"share": share}, calls, sizes.seconds, rounds=10)
     return made
 
 
@@ -248,8 +243,7 @@ def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False)
 
 # ---- weights of few bits ----
 # What INT8 and E4M3 gain without zeros, which a sparse path with few bits has to beat. And the gate's product alone:
-# what scaling an INT8 product's sums within it saves, and what half of the weights gain, as INT8 that are 2:4, and as
-# 16 bits that are expanded from a bitmap first.
+# what scaling an INT8 product's sums within it saves.
 
 PATHS = ("twell", "int8", "fp8", "twell_int8")
 LOSSY = PATHS[1:]
@@ -261,8 +255,6 @@ MOST_OFF = {"twell": 0.01, "int8": 0.01, "fp8": 0.01, "twell_int8": 0.03}
 ROUNDED = {"int8": (int8_linear, torch.int8), "fp8": (fp8_linear, torch.float8_e4m3fn)}
 _COLUMN = 64  # tokens from which on the norm of a column says something of it
 PLAIN, WITHIN, APART = "part: x Wg^T", "part: x Wg^T in INT8, scaled within", "part: x Wg^T in INT8, scaled apart"
-# Of a Wg that was pruned to two of four, in the place of a drawn one.
-TWO_FOUR, EXPANDED = "part: x Wg^T in INT8, Wg 2:4 (cuSPARSELt)", "part: x Wg^T, Wg half zeros, expanded from a bitmap"
 
 
 @torch.no_grad()
@@ -293,11 +285,9 @@ def few_bits_rows(tokens: int, sizes: Sizes = Sizes()) -> list[dict]:
 
 
 def products_of(weight: Tensor, xs: list[Tensor]) -> dict[str, Callable[[], rows.Entry]]:
-    """Return ways to compute the gate's product, by name, x being rounded and what is packed expanded in the call. Each
-    compares its result with the same values multiplied otherwise."""
-    gate, pruned = quantise(weight), torch.where(two_four_mask(weight), weight, 0)
-    short, bitmap = quantise(pruned), Bitmap.of(pruned)
-    apart = functools.partial(int8_linear, apart=True)
+    """Return ways to compute the gate's product, by name, x being rounded in the call. Each compares its result with
+    the same values multiplied otherwise."""
+    gate = quantise(weight)
 
     def within() -> Callable[[Tensor], Tensor]:
         if not has_kernel(xs[0].to(torch.int8), int8.Weight(*gate), weight.dtype):
@@ -310,16 +300,14 @@ def products_of(weight: Tensor, xs: list[Tensor]) -> dict[str, Callable[[], rows
             raise clock.WrongResult("it differs from the same values multiplied otherwise: it was not timed")
         return rows.over(call, xs), {}
 
-    dense, scaled_apart = (functools.partial(F.linear, weight=weight), functools.partial(apart, rows=gate))
+    dense, scaled_apart = (
+        functools.partial(F.linear, weight=weight),
+        functools.partial(int8_linear, rows=gate, apart=True),
+    )
     return {
         PLAIN: lambda: way(dense, dense),
         APART: lambda: way(scaled_apart, scaled_apart),
-        EXPANDED: lambda: way(lambda x: F.linear(x, bitmap.dense()), lambda x: F.linear(x, pruned)),
         WITHIN: lambda: way(within(), scaled_apart),
-        TWO_FOUR: lambda: way(
-            functools.partial(two_four_int8, rows=short, packed=packed_two_four(short)),
-            functools.partial(apart, rows=short),
-        ),
     }
 
 

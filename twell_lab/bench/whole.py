@@ -71,7 +71,7 @@ def of_size(size: str, left_out: dict[str, str], sequences: int = SEQUENCES, **h
 
 # ---- every path, lossy ones with their error, and their loss where the model is trained ----
 
-LOSSY = ("int8", "fp8", "twell_int8", "predicted", "experts")
+LOSSY = ("int8", "fp8", "twell_int8")
 
 
 def paths(

@@ -6,13 +6,10 @@
     before = switch(model, adapter)       # writes them; returns the values that stood there
     switch(model, before)                 # the very bits of before
 
-Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training, masks and saving are peft's
-(peft.ShiraConfig). peft merges by adding differences and unmerges by subtracting them, which leaves the rounding of
-both in the weights. Here the values that are overwritten are kept instead: as many as the adapter has.
-
-A layer of `sparsify` reads the model's own parameters, and needs nothing else, unless its neurons were put in another
-order, which adapters do not fit. Layers that own another representation (INT8, 2:4, blocks) do not follow what is
-written."""
+Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training, masks and saving are peft's. It merges
+by adding differences and unmerges by subtracting them, which leaves the rounding of both in the weights; here the
+values that are overwritten are kept instead. Layers of `sparsify` that own another representation (INT8, 2:4, blocks)
+do not follow what is written."""
 
 from __future__ import annotations
 
@@ -30,9 +27,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Change(NamedTuple):
-    """New values for some weights of one matrix.
-
-    places: int64 [n], row * columns + column, each once. values: [n], of the weight's dtype. shape: of the matrix."""
+    """New values for some weights of one matrix: places, int64 [n], row * columns + column, each once; values, [n], of
+    the weight's dtype; shape, of the matrix."""
 
     places: Tensor
     values: Tensor
@@ -68,9 +64,8 @@ def of_peft(model: nn.Module, name: str = "default") -> Adapter:
 
 @torch.no_grad()
 def switch(model: nn.Module, adapter: Adapter) -> Adapter:
-    """Write an adapter's values into a model, in place. Returns what stood there, which is an adapter, too.
-
-    Nothing is computed, so the adapter belongs to the weights that it was made from: before another one, switch back.
+    """Write an adapter's values into a model, in place. Returns what stood there, which is an adapter, too. It belongs
+    to the weights that it was made from: before another one, switch back.
 
     model: dense, or with layers that `sparsify` swapped; peft's own layers gone (`unload`). InputError, with nothing
     written, for layers whose neurons lie in another order, and for a parameter that the model does not have, or has in

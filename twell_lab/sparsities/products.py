@@ -21,8 +21,8 @@ Product = Callable[..., Tensor]  # x [..., k], bias=[n] or None -> [..., n]
 
 
 class Products(Converted):
-    """The layer with other products where the path has them, and dense ones elsewhere. Its form has one of gate, up and
-    down each, None where that is dense."""
+    """The layer with other products where the path has them. Its form has one of gate, up and down each, None where
+    that is dense."""
 
     @abstractmethod
     def product(self, weight: Tensor) -> Product:
@@ -38,12 +38,11 @@ class Products(Converted):
         products: list[Product | None] = [None] * 3
         refused = []
         for at, weight in enumerate(weights[:3]):
-            if weight is None or (at == 0 and weight is weights.up):
-                continue
-            try:
-                products[at] = self.product(weight.detach())
-            except TwellError as error:
-                refused.append(error)
+            if weight is not None and (at > 0 or weight is not weights.up):
+                try:
+                    products[at] = self.product(weight.detach())
+                except TwellError as error:
+                    refused.append(error)
         if products == [None] * 3:
             raise refused[0]
         return products
