@@ -39,9 +39,8 @@ Adapter = dict[str, Change]  # what an adapter makes of a model's parameters, by
 
 
 def of_peft(model: nn.Module, name: str = "default") -> Adapter:
-    """Return what one SHiRA adapter of a peft model makes of the base model's weights: W + scaling * difference,
-    rounded to W's dtype once, by the names that the parameters have once peft's layers are gone (`unload`). InputError
-    for a model without an unmerged SHiRA adapter of this name."""
+    """Return what a SHiRA adapter of a peft model makes of the base model's weights: W + scaling * difference, rounded
+    once, by the parameters' names without peft's layers. InputError for a model without one of this name, unmerged."""
     check_model(model)
     changes, inner = {}, model
     while type(inner).__module__.partition(".")[0] == "peft":  # a PeftModel holds a tuner, and that the model
@@ -93,8 +92,7 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
 
 
 def drawn(model: nn.Module, share: float = 0.02, *, seed: int = 0) -> Adapter:
-    """Return an adapter that writes random values to random places of all matrices: for measurements. share: of each
-    matrix's weights, below 1, else InputError."""
+    """Return an adapter of random values in random places, this share of each matrix. InputError from 1 on."""
     draw, changes = torch.Generator().manual_seed(seed), {}
     for name, weight in model.named_parameters():
         if weight.dim() == 2:

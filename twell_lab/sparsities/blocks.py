@@ -70,8 +70,8 @@ def _used(matrix: Tensor, size: Size) -> Tensor:
 
 
 def empty_share(matrix: Tensor, size: Size = 32) -> float:
-    """Return the share of the blocks of a weight or mask [rows, columns] that hold zeros alone, which a block-sparse
-    product may skip. InputError for sizes as `block_mask`, and for what is no dense matrix."""
+    """Return the share of the blocks of a weight or mask [rows, columns] that hold zeros alone. InputError as of
+    `block_mask`, and for what is no dense matrix."""
     return 1 - _used(matrix, size).any(3).any(2).double().mean().item()
 
 
@@ -118,10 +118,8 @@ class Blocks(Products):
     def product(self, weight: Tensor) -> Product:
         size, share = fitting(weight)
         if share > 1 - LEAST_EMPTY:
-            raise InputError(
-                f"{1 - share:.1%} of the weight's blocks of {size} x {size} are empty; at least {LEAST_EMPTY:.0%} are "
-                "accepted (block_mask)"
-            )
+            found = f"{1 - share:.1%} of the weight's blocks of {size} x {size} are empty"
+            raise InputError(f"{found}; at least {LEAST_EMPTY:.0%} are accepted (block_mask)")
         blocks = to_bsr(weight, size)
         capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else kernel.OLDEST
         by_kernel = weight.dtype in kernel.DTYPES and capability >= kernel.OLDEST
@@ -129,7 +127,7 @@ class Blocks(Products):
 
 
 def fitting(weight: Tensor) -> tuple[int, float]:
-    """Return the largest squares of 16 to 128 that leave nearly as much of a weight empty as small ones, and the share
+    """Return the size of the largest squares that leave nearly as much of a weight empty as small ones, and the share
     of them that is filled."""
     sizes = [size for size in _SIZES if not any(n % size or not n for n in weight.shape)]
     if not sizes:

@@ -31,9 +31,9 @@ _grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
 
 
 def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product is called for rows [rows, in] and a weight [experts, out, in]: torch 2.10
-    or newer; on a GPU bfloat16, from compute capability 8.0 on; on a CPU float32 and 16 bits, and bfloat16 alone in
-    compiled code; rows of multiples of 16 bytes on either side."""
+    """Return whether torch's grouped product takes rows [rows, in] and a weight [experts, out, in]: torch 2.10 or
+    newer; bfloat16, on GPUs from 8.0 on; on a CPU, but for compiled code, float32 and float16, too; in and out of
+    multiples of 16 bytes."""
     few = rows.is_cuda or torch.compiler.is_compiling()
     dtypes = (torch.bfloat16,) if few else (torch.bfloat16, torch.float16, torch.float32)
     if _grouped_mm is None or rows.dtype not in dtypes or weight.dtype != rows.dtype or not weight[0].numel():
@@ -109,10 +109,6 @@ class Experts(nn.Module):
         hidden = self._hidden(padded.view(len(ends), capacity, rows.shape[1]) @ self.gate_up_proj.transpose(1, 2))
         return (hidden @ self.down_proj.transpose(1, 2)).flatten(0, 1)[place]
 
-    def extra_repr(self) -> str:
-        experts, d_model, d_ff = self.down_proj.shape
-        return f"experts={experts}, d_model={d_model}, d_ff={d_ff}, way={self.way!r}"
-
 
 class ExpertsLayer(nn.Module):
     """A router and its experts, in the place of a feed-forward layer: x [..., d_model] -> [..., d_model].
@@ -137,9 +133,6 @@ class ExpertsLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         return self.experts(rows, *self.route(rows)).view(x.shape)
-
-
-# ---- the neurons of one layer
 
 
 class Routing(NamedTuple):

@@ -49,8 +49,7 @@ def of_neurons(weights: Weights, neurons: Tensor, down_t: Tensor) -> Weights:
 
 
 def computed(x: Tensor, weights: Weights, chosen: Tensor | None = None) -> Tensor:
-    """Return the output of a ReLU layer with these weights for x [..., d_model]; chosen: bool [..., d_ff], each row's
-    neurons, None for all."""
+    """Return the output of a ReLU layer for x [..., d_model]; chosen: bool [..., d_ff], of each row, None for all."""
     gate, up, down, gate_bias, up_bias, down_bias = weights
     first = None if gate is None or gate is up else F.linear(x, gate, gate_bias)
     hidden = hidden_of(first, F.linear(x, up, up_bias), weights, RELU)
@@ -103,7 +102,7 @@ class CoreFFN(FewNeurons):
 
 def dense_layers(model: nn.Module) -> list[FeedForward]:
     """List the dense layers of a model that have a ReLU or its square and are modules of their own. InputError where
-    there is none, and by name for one that computes chosen neurons already."""
+    there is none, and for one that computes chosen neurons already."""
     check_model(model)
     layers, reasons = survey(model)
     if chosen := [name for name, module in model.named_modules() if isinstance(module, FewNeurons)]:

@@ -30,12 +30,10 @@ MOST_COLUMNS = 2**31 // (127 * 127) - 1  # that an int32 sum of products holds
 
 
 def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None, *, apart: bool = False) -> Tensor:
-    """Return x W^T + bias by an INT8 product, whose sums are int32: x [..., columns], one scale a token, -> [...,
-    rows].
-
-    By the kernel of ops.int8 where that takes it, else, or where it is asked for `apart`, by torch._int_mm and two
-    operations that scale. Of a row of x that is not finite the result is NaN. On a GPU: rows and columns multiples of
-    8. InputError for other rows, more than MOST_COLUMNS columns, other shapes, and where a gradient is needed."""
+    """Return x W^T + bias by an INT8 product, whose sums are int32, with one scale a token: x [..., columns] -> [...,
+    rows]. By the kernel of ops.int8 where that takes it, else, or where it is asked for `apart`, by torch._int_mm and
+    two operations that scale. Of a row of x that is not finite the result is NaN. On a GPU: multiples of 8. InputError
+    for other rows, more than MOST_COLUMNS columns, other shapes, and where a gradient is needed."""
     flat = flattened(x, rows, torch.int8, bias)
     if flat.shape[1] > MOST_COLUMNS:
         raise InputError(f"x has {flat.shape[1]} columns; up to {MOST_COLUMNS} are accepted, whose sum int32 holds")
@@ -51,16 +49,14 @@ def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None, *, apart: boo
 
 
 def has_kernel(values: Tensor, weight: kernels.Weight, dtype: torch.dtype) -> bool:
-    """Return whether the kernel of ops.int8 multiplies int8 rows [tokens, in] with this weight to a result of
-    `dtype`."""
+    """Return whether the kernel of ops.int8 multiplies int8 rows [tokens, in] with this weight to such a result."""
     if not values.is_cuda or type(values) is not Tensor or torch.compiler.is_compiling():
         return False
     return kernels.takes(layout(values), kernels.Weight(*map(layout, weight)), dtype, capability(values.device.index))
 
 
 def _scaled(sums: Tensor, tokens: Rows, weights: Rows, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """Return int32 sums times the scales of tokens and weights, plus the bias, rounded once, in two operations: the
-    first reads them as they are and writes float32, the second writes `dtype`."""
+    """Return int32 sums times the scales of tokens and weights, plus the bias, rounded once, in two operations."""
     first = torch.mul(sums, tokens.scale[: len(sums), None])
     y = torch.empty_like(first, dtype=dtype)
     if bias is None:

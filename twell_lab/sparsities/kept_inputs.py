@@ -56,8 +56,8 @@ class KeptInputs(Path):
         return call.bind(*weights)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        """As many of a token's inputs are taken to be kept as of its hidden values, which are what a profile counts."""
         firing, rates = work.firing, work.rates
+        # As many of a token's inputs are taken to be kept as of its hidden values, which are what a profile counts.
         touched = (1 - (1 - firing.frequency).clamp(min=0) ** work.tokens).mean().item()
         read = work.gemms * firing.d_ff * firing.d_model * work.itemsize * touched / rates.bandwidth
         memory = 2 * work.tokens * (firing.d_ff + firing.d_model) * work.itemsize / rates.bandwidth

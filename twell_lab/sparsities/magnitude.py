@@ -111,19 +111,16 @@ def to_linears(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def proximal_step(optimizer: torch.optim.Optimizer, l1: float, weights: Iterable[nn.Parameter]) -> None:
-    """Take one step of the optimizer, then the proximal step of l1 * sum |w|: w <- sign(w) max(|w| - lr * l1, 0).
-
-    It gives exact zeros, where the gradient of |w| in the loss only swings about zero (ISTA; Daubechies et al., arXiv
-    math/0307152). Train in float32. weights: parameters of the optimizer that are shrunk, by the rates of their groups.
-    InputError, before the step, for an l1 that is not from 0 up and weights that the optimizer does not have."""
+    """Take one step of the optimizer, then the proximal step of l1 * sum |w|: w <- sign(w) max(|w| - lr * l1, 0), which
+    gives exact zeros (ISTA; Daubechies et al., arXiv math/0307152). weights: parameters of the optimizer that are
+    shrunk, in float32, by the rates of their groups. InputError, before the step, for an l1 that is not from 0 up and
+    weights that the optimizer does not have."""
     l1 = check_number("l1", l1, lambda value: 0 <= value < inf, "a finite number from 0 up")
     rates = {p: group for group in optimizer.param_groups for p in group["params"]}
     shrunk = dict.fromkeys(weights)  # each once
     if strange := [p for p in shrunk if p not in rates]:
-        raise InputError(
-            f"{len(strange)} of {len(shrunk)} weights, the first of shape {list(strange[0].shape)}, are none of the "
-            "optimizer's; its own parameters are accepted"
-        )
+        which = f"{len(strange)} of {len(shrunk)} weights, the first of shape {list(strange[0].shape)},"
+        raise InputError(f"{which} are none of the optimizer's; its own parameters are accepted")
     optimizer.step()
     for weight in shrunk:
         weight.copy_(F.softshrink(weight, float(rates[weight]["lr"]) * l1))

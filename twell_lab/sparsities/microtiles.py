@@ -47,10 +47,9 @@ class MicroTiles(NamedTuple):
 
 
 def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
-    """Find the micro-tiles of height x 1 that hold a value that is not zero; NaN is none. It costs one pass over a.
-
-    On a GPU, 16-bit values and heights of 32, 64 and 128 are found by a kernel, which does not wait; everything else by
-    torch's operations. a: [rows, width], its history is left out. height: from 1 up. InputError for others."""
+    """Find the micro-tiles of height x 1 that hold a value that is not zero (NaN is none) in a [rows, width]. On a GPU,
+    16-bit values and heights of 32, 64 and 128 are found by a kernel, which does not wait; everything else by torch's
+    operations. InputError for others."""
     check_count("height", height)
     a = as_matrix(a).detach()
     by_kernel = a.is_cuda and kernels.finds(layout(packed := a.contiguous()), height)
@@ -60,11 +59,9 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
 
 def product(tiles: MicroTiles, b: Tensor) -> Tensor:
     """Multiply a [rows, width], as its micro-tiles, with b [width, n]: c [rows, n], the dense product for every finite
-    b; what is not finite in b is met by occupied tiles alone.
-
-    On a GPU from sm_80 on, 16-bit values and heights of 32, 64 and 128 run as one kernel, with sums in float32, and
-    nothing waits; everything else by torch. InputError for a b of another shape, dtype or device, or with a
-    gradient."""
+    b; what is not finite in b is met by occupied tiles alone. On a GPU from sm_80 on, 16-bit values and heights of 32,
+    64 and 128 run as one kernel, and nothing waits; everything else by torch. InputError for a b of another shape,
+    dtype or device, or with a gradient."""
     if not isinstance(tiles, MicroTiles):
         raise InputError(f"tiles is a {type(tiles).__name__}; what find_microtiles returns is accepted")
     wanted = tiles.values.dtype, tiles.shape[1], tiles.values.device

@@ -62,8 +62,7 @@ class PredictedFFN(FewNeurons):
 
 class LayerPredictor(NamedTuple):
     """The predictor of one layer of shape (d_ff, d_model). firing: how many neurons fire at a token on average.
-    recalls: float64 [d_ff + 1], the share of firing neurons among the n that score highest, on inputs that it did not
-    learn."""
+    recalls: float64 [d_ff + 1], the share of firing neurons among the n that score highest, on held-out inputs."""
 
     predictor: LowRank
     shape: tuple[int, int]
@@ -122,8 +121,8 @@ class Predictors(Neurons):
 def predict(
     model: nn.Module, batches: Iterable, *, recall: float = 0.95, rank: int = 32, steps: int = 300
 ) -> Predictors:
-    """Train a predictor for each ReLU feed-forward layer of a trained model, on what the layers are given: each alone,
-    to tell which neurons fire (logistic loss, AdamW), in float32. The model is left as it was.
+    """Train a predictor for each ReLU feed-forward layer of a trained model, to tell which neurons fire on what the
+    layer is given (logistic loss, AdamW, float32). The model is left as it was.
 
     batches: as `twell_lab.profile` takes them. The first ROWS tokens are used; the last quarter of these only to judge.
     recall: the share of the firing neurons that each layer should compute, above 0 and up to 1; how many it computes

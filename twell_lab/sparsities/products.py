@@ -60,16 +60,14 @@ class Products(Converted):
 
 @torch.no_grad()
 def tried(product: Product, weight: Tensor, what: str) -> Product:
-    """Return a product with this weight [n, k], once it ran on a row. DeviceError, which calls it `what`, where torch's
-    kernels refuse the device."""
+    """Return a product with this weight [n, k], once it ran on a row. DeviceError where torch's kernels refuse that."""
     with refusals(what):
         product(weight.new_zeros(1, weight.shape[1]))
     return product
 
 
 def hidden_of(gate: Tensor | None, up: Tensor, weights: Weights, acts: Activation) -> Tensor:
-    """Return what enters `down` of a layer with these weights, from what its projections gave; gate: None where it is
-    up or is not there."""
+    """Return what enters `down`, from what the projections gave; gate: None where it is up or is not there."""
     if gate is not None:
         return acts.dense(gate) * acts.of_up(up)
     fired = acts.dense(up)

@@ -47,9 +47,8 @@ class Rows(NamedTuple):
 
 
 def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> Rows:
-    """Round a matrix to few bits: the largest magnitude of each row becomes the largest value, zeros stay zeros.
-    weight: [rows, columns], finite, of 16 or 32 bits. dtype: torch.int8 or torch.float8_e4m3fn. InputError for
-    others."""
+    """Round a weight [rows, columns], finite, of 16 or 32 bits to torch.int8 or torch.float8_e4m3fn: the largest
+    magnitude of each row becomes the largest value, zeros stay zeros. InputError for others."""
     if dtype not in LARGEST:
         raise InputError(f"dtype is {dtype!r:.80}; accepted: {dtype_names(LARGEST)}")
     check_tensor("the weight", weight, dtypes=WEIGHTS)

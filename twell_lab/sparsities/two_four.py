@@ -10,11 +10,7 @@ Method: Mishra et al., arXiv 2104.08378, who prune once by magnitude and train a
 arXiv 2102.04010, choose the two largest anew while it trains. The instruction multiplies a first operand [m, k] that is
 2:4 along k with a dense [k, n]: y^T = W x^T gains if W is 2:4 along its rows, dx^T = W^T dy^T if it is along its
 columns, too (Hubara et al., arXiv 2102.08124), and dW = dy^T x if dy or x is along the tokens
-(`sparsities.two_four_training`).
-
-**Why about 1.6x and not 2x**: half of the operations are left, but not half of the bytes. A kept value of 16 bits
-brings 2 bits that say where it was, so W shrinks to 56%; x and y do not shrink at all. With few tokens that is 1.78x at
-most; with many, each tile of y still fetches all of its part of x, now in half the time, from the L2 cache."""
+(`sparsities.two_four_training`)."""
 
 from __future__ import annotations
 
@@ -99,9 +95,9 @@ def prune_two_four(linear: nn.Linear) -> nn.Linear:
 
 def bound(tokens: int, d_in: int, d_out: int, rates: Rates) -> dict[str, float]:
     """Return by its formula how many times as fast as dense each product of a linear layer can be at most, in 16 bits,
-    with a weight [d_out, d_in] that is 2:4 along its rows. It takes as long as the longest of its operations, its bytes
-    of memory, and what the tiles of the result fetch from the L2 cache. rates: such as
-    `analysis.predict.rates_of("H100 SXM")`. InputError for sizes that are no whole numbers from 1 up."""
+    with a weight [d_out, d_in] that is 2:4 along its rows: half of the operations, but 9/16 of the weight's bytes (2
+    bits say where a value was) and all of x and y, also of what the tiles of the result fetch from the L2 cache. rates:
+    as of `analysis.predict.rates_of`. InputError for sizes that are no whole numbers from 1 up."""
     for name, count in (("tokens", tokens), ("d_in", d_in), ("d_out", d_out)):
         check_count(name, count)
 

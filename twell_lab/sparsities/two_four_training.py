@@ -10,9 +10,9 @@ dropped can come back. Of a "weight" y = x W^T and dx = dy W gain (torch's way; 
 "input" [tokens, d_ff] y and dW = dy^T x: after a squared ReLU large values are few, so little is lost (Haziza et al.,
 arXiv 2503.16672).
 
-On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort`), the products are cuSPARSELt's or
-CUTLASS's. For cuSPARSELt that kernel packs in the layout of GPUs of 8.x alone; here cuSPARSELt packs itself, in two
-passes more. On a CPU the same is computed densely, which is the reference. `bench.experiments` says whether it pays."""
+On a GPU the choice is torch's (the kernel behind `prune_dense_static_sort`), which packs for cuSPARSELt in the layout
+of GPUs of 8.x alone; here cuSPARSELt packs itself, in two passes more. On a CPU the same is computed densely, which is
+the reference. `bench.experiments` says whether it pays."""
 
 from __future__ import annotations
 
@@ -103,10 +103,9 @@ def two_four_dropout(h: Tensor, *, generator: torch.Generator | None = None) -> 
     become +0. Gradients go through what stays, doubled. InputError for a last dimension that is no multiple of 4, and
     for values that are not floating-point.
 
-    Dropout at one half (Srivastava et al., JMLR 2014) already sets half of what enters the down projection to zero, in
-    places that no hardware skips. Here, too, every value is kept with probability 1/2, but of four exactly two are: for
-    a sum over four terms s = w_i h_i the variance is 4/3 sum s_i^2 - 1/3 (sum s_i)^2 and not sum s_i^2, which is the
-    same on average where signs are independent."""
+    As in dropout at one half (Srivastava et al., JMLR 2014) every value is kept with probability 1/2, but of four
+    exactly two are: for a sum over four terms s = w_i h_i the variance is 4/3 sum s_i^2 - 1/3 (sum s_i)^2 and not sum
+    s_i^2, which is the same on average where signs are independent."""
     if not isinstance(h, Tensor) or not h.is_floating_point() or not h.dim() or h.shape[-1] % 4:
         raise InputError(f"h is {shown(h)}; floating-point values, a multiple of 4 in the last dimension, are accepted")
     stays = torch.zeros(6, 4, dtype=torch.bool).scatter_(1, torch.tensor(_PAIRS), True).to(h.device)

@@ -35,9 +35,8 @@ class SparseLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, mask: Tensor | None = None, *, gradient: str = "masked", product: str = "dense"
     ) -> SparseLinear:
-        """Make one of an nn.Linear, whose values are copied. mask: bool [out, in], what is kept; None: what is not
-        zero. InputError for another mask, "dense" with "csr", and a module that is no plain nn.Linear with a finite
-        weight."""
+        """Make one of an nn.Linear, whose values are copied. mask: bool [out, in], what is kept; None: no zeros.
+        InputError for another mask, "dense" with "csr", and for what is no plain nn.Linear with a finite weight."""
         if (gradient, product) not in (("masked", "dense"), ("masked", "csr"), ("dense", "dense")):
             said = f"gradient is {gradient!r:.80} and product {product!r:.80}"
             raise InputError(f"{said}; accepted: 'masked' with 'dense' or 'csr', and 'dense' with 'dense'")
@@ -115,10 +114,8 @@ class SparseLinear(nn.Module):
         return linear.train(self.training)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"nnz={self.nnz}, gradient={self.gradient!r}, product={self.product!r}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, nnz={self.nnz}"
+        return f"{sizes}, gradient={self.gradient!r}, product={self.product!r}"
 
 
 def _checked_mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
