@@ -6,7 +6,7 @@ import torch
 from twell_lab import records, simulator
 from twell_lab.bench import evidence
 
-pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler (g++ or clang++)")
+pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 CASES = {case.name: case for case in evidence.cases()}
 COUNTED = [(case, version) for case in evidence.counted() for version in case.versions]
 SECTORS = ("global_read_requests", "global_read_sectors", "global_write_requests", "global_write_sectors")

@@ -12,7 +12,7 @@ from twell_lab.simulator.report import LANES, STEPS
 from twell_lab.simulator.trace import Trace
 
 if not simulator.available():
-    pytest.skip("needs a C++ compiler (g++ or clang++)", allow_module_level=True)
+    pytest.skip("needs a C++ compiler", allow_module_level=True)
 
 
 def line(text: str) -> int:

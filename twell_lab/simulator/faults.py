@@ -41,10 +41,8 @@ class Fault(TwellError, RuntimeError):
 
 
 class OutOfBounds(Fault):
-    """An access that lies in no array that the kernel was given, nor in its shared memory.
-
-    Without `watch` it is found only where no memory of this process is at the address.
-    """
+    """An access that lies in no array that the kernel was given, nor in its shared memory. Without `watch` it is found
+    only where no memory of this process is at the address."""
 
 
 class Misaligned(Fault):
@@ -65,9 +63,7 @@ class SharedRace(Fault):
 
 
 class GlobalRace(Fault):
-    """Two threads use the same bytes of an array or a __device__ variable, at least one writes, and nothing puts one
-    before the other: no barrier in a block, and no fence and flag. An atomic is such an access, too, beside all that is
-    none."""
+    """The same of an array or a __device__ variable, also between blocks."""
 
 
 class UninitialisedRead(Fault):

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from . import report as raw
 from .counts import Counts
 from .trace import Trace
 
-WATCHES = (None, "faults", "counts", "address")
+WATCHES = (None, "faults", "counts")
 _GAP = 16 << 20  # unused addresses between two arrays of a watched launch, so that no overrun reaches the next
 _MOST_THREADS = 1024
 _MOST_STATIC = 48 << 10  # bytes of __shared__ arrays of fixed size
@@ -50,12 +50,10 @@ def compile(file: str | Path, defines: Mapping[str, object] = {}) -> Program:
     """The kernels of a file, for launching on the CPU: `Program.launch` builds them, once for fast and once for watched
     runs, and keeps the result by content.
 
-    Args:
-        file: the name of one of kernels/, or the path of one's own. Headers are looked for beside it, then in kernels/.
-        defines: macros and their values; True for one that is defined without a value.
-
-    Raises CompileError for a file that is not there or that the compiler refuses, StackError without a C++ compiler,
-    and Unsupported for a source that uses what only a GPU has."""
+    file: the name of one of kernels/, or the path of one's own. Headers are looked for beside it, then in kernels/.
+    defines: macros and their values; True for one that is defined without a value. Raises CompileError for a file that
+    is not there or that the compiler refuses, StackError without a C++ compiler, and Unsupported for a source that uses
+    what only a GPU has."""
     return Program(file, dict(defines))
 
 
@@ -89,7 +87,7 @@ class Program:
             arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
             watch: "faults" checks every access. "counts" also counts them (Run.counts). None runs optimised code and
                 finds only what makes a kernel stop; an access out of bounds may then damage this process, as anywhere
-                in C++. "address" is for processes that were started with AddressSanitizer's runtime.
+                in C++.
             trace: number of a block whose steps are kept (Run.trace), at most `steps` of them.
             values: expressions whose values are kept among the steps, each after a source line:
                 {"smxx_pack.cu:69": "count"}, or with the text of the line instead of its number.
@@ -114,12 +112,10 @@ class Program:
             raise InputError(f"trace is {trace}; a block number from 0 to {blocks - 1} is accepted")
         if cores is not None and cores < 1:
             raise InputError(f"cores is {cores}; at least 1 is accepted")
-        if watch == "address" and not hasattr(ctypes.CDLL(None), "__asan_default_options"):
-            raise InputError("watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so")
         sources, names = source.with_watches(self.sources, dict(values or {}))
-        watched = watch in ("faults", "counts") or trace is not None
-        kind = "watched" if watched else watch or "fast"
-        built = _built(kind, self.file, tuple(sorted(sources.items())), tuple(sorted(self.defines.items())))
+        watched = watch is not None or trace is not None
+        kind, defines = "watched" if watched else "fast", tuple(sorted(self.defines.items()))
+        built = _built(kind, self.file, tuple(sorted(sources.items())), defines)
         flags = (raw.WATCH_FAULTS if watched else 0) | (raw.WATCH_COUNTS if watch == "counts" else 0)
         asked = {"watch": flags, "trace_block": -1 if trace is None else trace, "trace_limit": steps}
         call = _Call(built, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes, asked, names)
@@ -142,8 +138,6 @@ class Program:
             raise met  # on one core it was not met, or not in time
 
 
-# ---- in the library ----
-
 _building = threading.Lock()
 
 
@@ -151,17 +145,14 @@ def _interruptible(built: toolchain.Built, launch):
     """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it within a few moments."""
     if threading.current_thread() is not threading.main_thread():
         return built.runtime.sim_launch(ctypes.byref(launch))
-    pool = ThreadPoolExecutor(1)
-    done = pool.submit(built.runtime.sim_launch, ctypes.byref(launch))
-    pool.shutdown(wait=False)
-    try:
-        return done.result()
-    except BaseException:  # raised by a signal handler, as KeyboardInterrupt is
-        launch.cancel = 1
-        # Nobody waits for the report any more: free it here, also where it comes later.
-        done.add_done_callback(lambda it: built.runtime.sim_free(it.result()))
-        wait([done], 5)
-        raise
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(built.runtime.sim_launch, ctypes.byref(launch))
+        try:
+            return done.result()
+        except BaseException:  # raised by a signal handler, as KeyboardInterrupt is
+            launch.cancel = 1
+            done.add_done_callback(lambda it: built.runtime.sim_free(it.result()))
+            raise
 
 
 @lru_cache(maxsize=512)
@@ -181,23 +172,21 @@ class _Call:
         own = [s for s in built.shared if s.function not in others]
         taken = sum(s.size for s in own if not s.dynamic)
         if taken > _MOST_STATIC:
+            fixed = ", ".join(s.name for s in own if not s.dynamic)
             raise InputError(
-                f"the shared arrays of {kernel} ({', '.join(s.name for s in own if not s.dynamic)}) have {taken:,} "
-                f"bytes; a GPU takes {_MOST_STATIC:,} in arrays of fixed size, more only in an `extern __shared__` one "
-                "with shared_bytes"
+                f"the shared arrays of {kernel} ({fixed}) have {taken:,} bytes; a GPU takes {_MOST_STATIC:,} in arrays "
+                "of fixed size, more only in an `extern __shared__` one with shared_bytes"
             )
-        if not 0 <= shared_bytes <= toolchain.MOST_SHARED - taken:
-            raise InputError(
-                f"shared_bytes is {shared_bytes}; beside {taken:,} bytes in arrays of fixed size 0 to "
-                f"{toolchain.MOST_SHARED - taken} is accepted"
-            )
+        if not 0 <= shared_bytes <= (left := toolchain.MOST_SHARED - taken):
+            beside = f"beside {taken:,} bytes in arrays of fixed size 0 to {left} is accepted"
+            raise InputError(f"shared_bytes is {shared_bytes}; {beside}")
         own = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
         names = [s.name for s in own]  # of two with one name, the function is told as well
         own = [replace(s, name=f"{s.function}::{s.name}") if names.count(s.name) > 1 else s for s in own]
         sizes = built.sizes(kernel)
         if len(arguments) != len(sizes):
-            names = [p.name for p in parameters]
-            raise InputError(f"{kernel} takes {len(sizes)} arguments ({', '.join(names)}); {len(arguments)} were given")
+            named = ", ".join(p.name for p in parameters)
+            raise InputError(f"{kernel} takes {len(sizes)} arguments ({named}); {len(arguments)} were given")
         # A kernel gets a copy of a read-only array, which thus stays as it is.
         arguments = [a.copy() if isinstance(a, np.ndarray) and not a.flags.writeable else a for a in arguments]
         self.given = arguments  # as long as a launch may run
@@ -205,12 +194,13 @@ class _Call:
         for parameter, argument, size in zip(parameters, arguments, sizes):
             if not parameter.pointer:
                 self.values.append(args.value(kernel, parameter, argument, size))
+            elif argument is None:
+                self.values.append(ctypes.c_void_p(0))
             else:
-                null = argument is None
-                self.values.append(ctypes.c_void_p(0) if null else args.array(kernel, parameter, argument))
+                self.values.append(args.array(kernel, parameter, argument))
         of = list(zip(parameters, self.values))
         self.nulls = [p.name for p, given in of if isinstance(given, ctypes.c_void_p)]
-        self.arrays = [given for _, given in of if isinstance(given, args.Array)]
+        self.arrays = [given for given in self.values if isinstance(given, args.Array)]
         self.written = [given for p, given in of if isinstance(given, args.Array) and not p.const]
         self.call = ctypes.cast(getattr(built.handle, f"sim_call_{kernel}"), ctypes.c_void_p)
         base = built.runtime.sim_base(self.call)
@@ -269,7 +259,6 @@ class _Call:
             a.before = args.bytes_at(a.begin, a.nbytes).copy()
         launch = raw.Launch(
             call=self.call.value,
-            guarded=self.built.kind != "address",  # AddressSanitizer reports crashes by itself
             arguments=ctypes.addressof(addresses),
             grid=self.grid,
             block=self.block,
@@ -299,12 +288,12 @@ class _Call:
         arrays, trace = self.buffers + self.shared, self.asked["trace_block"]
         if self.asked["watch"] & raw.WATCH_COUNTS and not report.fault.kind:
             footprint = raw.table(report, "footprint", raw.FOOTPRINT)
-            sites, lines = self._resolved(raw.table(report, "sites", raw.SITES))
-            counts = Counts.of(sites, footprint, lines, arrays, math.prod(self.grid + self.block))
+            sites = raw.table(report, "sites", raw.SITES)
+            counts = Counts.of(sites, footprint, arrays, math.prod(self.grid + self.block))
         if trace >= 0:
-            table, lines = self._resolved(raw.table(report, "steps", raw.STEPS))
+            rows, lines = self._resolved(raw.table(report, "steps", raw.STEPS))
             lanes, cut = raw.table(report, "lanes", raw.LANES), bool(report.truncated)
-            steps = Trace(table, lanes, lines, arrays, self.names, self.block, truncated=cut)
+            steps = Trace(rows, lanes, lines, arrays, self.names, self.block, truncated=cut)
         if report.fault.kind:
             fault = raw.exception(report.fault, self.kernel, self.grid, self.block, self._lines_of, arrays, self.nulls)
             if steps is not None and fault.block == trace:
@@ -346,11 +335,9 @@ def step(
     **options,
 ) -> Trace:
     """Return the steps of one block of a launch: of the one that a fault stopped, up to the fault (`.fault`), or else
-    of the block `look`.
-
-    The other arguments are those of `Program.launch`; it runs on one core, so that the fault is the same each time.
-    Raises InputError for a `look` that is no block's number, and a Fault whose steps were not recorded. Notebooks show
-    the steps with `twell_lab.course.first_kernels.widget.StepExplorer`."""
+    of the block `look`. The other arguments are those of `Program.launch`; it runs on one core, so that the fault is
+    the same each time. Raises InputError for a `look` that is no block's number, and a Fault whose steps were not
+    recorded."""
     if isinstance(look, bool) or not isinstance(look, int) or look < 0:
         raise InputError(f"look is {look!r:.80}; the number of a block, from 0 up, is accepted")
     options["cores"] = 1
@@ -362,9 +349,6 @@ def step(
         if fault.trace is None:
             raise
         return fault.trace
-
-
-# ---- launches by twell_lab.ops ----
 
 
 # What `Program.launch` gets, file of kernels/ -> one's own, and the list that the launches fill.

@@ -79,8 +79,6 @@ def table(report: Any, name: str, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(getattr(report, name) or 0, nbytes), dtype)
 
 
-# ---- a fault in words ----
-
 # In the order of FaultKind in runtime.h: the exception, what the kernel does and, behind a |, what would be right.
 _SAID = """
 OutOfBounds {does} {bytes} out of bounds: {place}
@@ -159,8 +157,7 @@ def exception(
     arrays: Sequence[Array],
     nulls: Sequence[str],
 ) -> faults.Fault:
-    """A fault of one launch in words. lines_of: path -> list of Lines. arrays: what it could touch. nulls: the names of
-    the arguments given as None."""
+    """A fault of one launch in words. lines_of: path -> Lines. nulls: the names of the arguments given as None."""
     what, *hints = _SAID[fault.kind].split("|")
     kind = getattr(faults, re.match(r"\w+", what)[0])
     what = what.removeprefix(kind.__name__)

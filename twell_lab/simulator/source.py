@@ -1,7 +1,4 @@
-"""Reads the text of CUDA sources: watches, what the preprocessed text declares, and what no CPU can run.
-
-Nothing here starts a compiler; toolchain.py does and hands over the preprocessed text.
-"""
+"""Reads the text of CUDA sources: watches, what the preprocessed text declares, and what no CPU can run."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _DECLARATOR = re.compile(r"\s*(.*?[\s*&>])??(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:=.*)?
 
 class Parameter(NamedTuple):
     """A kernel's parameter. type: what it is or, with `pointer`, points to; typedefs resolved, no qualifiers. const:
-    the kernel does not write through the pointer, unless it casts this away."""
+    whether the kernel says that it does not write through the pointer."""
 
     type: str
     name: str
@@ -39,10 +36,9 @@ class Parameter(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """A variable as the source declares it, in space "shared", "device" or "constant".
-
-    function: the outermost one that it stands in, or "". type: typedefs resolved. shape: () for a single value, None
-    where the launch sets the size; an extent that is more than arithmetic with constants is -1."""
+    """A variable as the source declares it, in space "shared", "device" or "constant". function: the outermost one that
+    it stands in, or "". type: typedefs resolved. shape: () for a single value, None where the launch sets the size; an
+    extent that is more than arithmetic with constants is -1."""
 
     name: str
     space: str
@@ -61,9 +57,6 @@ def code_only(text: str, strings: bool = True) -> str:
         return re.sub(r"[^\n]", " ", found)
 
     return _COMMENT_OR_STRING.sub(blank, text)
-
-
-# ---- watches
 
 
 def with_watches(sources: Mapping[str, str], values: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -101,14 +94,9 @@ def _place(place: str, code: Mapping[str, list[str]]) -> tuple[str, int]:
     return file, rows[0]
 
 
-# ---- the preprocessed text
-
-
 class OwnText:
-    """What the preprocessor left of one's own files, without those of the system and the simulator.
-
-    text: the lines, without comments; code: with strings blanked as well; everything: the whole output.
-    """
+    """What the preprocessor left of one's own files, without those of the system and the simulator. text: the lines,
+    without comments; code: with strings blanked as well; everything: the whole output."""
 
     def __init__(self, preprocessed: str, files: Collection[str]):
         kept: list[str] = []
@@ -258,13 +246,9 @@ def _canonical(spelled: str) -> str:
     return " ".join(words).replace(" <", "<") + stars
 
 
-# ---- what no CPU can run
-
 _PTX = (
-    (r"wgmma[\w.:]*", "a tensor-core instruction of a group of warps"),
+    (r"(?:wgmma|tcgen05|w?mma\.)[\w.:]*", "a tensor-core instruction: warps multiply small matrices together"),
     (r"(?:cp\.(?:reduce\.)?async\.bulk|(?:prefetch\.)?tensormap)[\w.:]*", "work for the tensor memory accelerator"),
-    (r"tcgen05[\w.:]*", "a tensor-core instruction of Blackwell"),
-    (r"w?mma\.[\w.:]*", "a tensor-core instruction: a warp multiplies small matrices together"),
     (r"(?:ld|st|mov)matrix[\w.:]*", "a matrix moved between shared memory and the registers of a warp"),
     (r"cp\.async[\w.:]*", "a copy to shared memory in the background"),
     (r"mbarrier[\w.:]*", "a barrier in shared memory that the hardware counts down"),
