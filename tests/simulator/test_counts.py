@@ -99,9 +99,9 @@ def test_rows_that_the_cache_does_not_keep_come_from_memory_again():
 
 def test_as_text():
     text = str(block_sum().counts).splitlines()
-    assert text[0].split() == "requests accesses bytes sectors lines coalescing wavefronts bank conflicts".split()
-    assert text[1].split() == ["global", "reads", "2", "64", "256", "8", "2", "100%", "0", "0"]
-    assert text[-1] == "64 threads; warps at collectives 0, at barriers 4; divergent branches 0"
+    assert text[0] == "global reads: 2 requests, 64 accesses, 256 bytes, 8 sectors, 2 lines, 100% coalescing"
+    assert text[-2] == "y: 128 different bytes read, 128 written"
+    assert text[-1] == "64 threads, 0 collectives, 4 barriers, 0 divergent branches"
 
 
 def test_what_is_refused():

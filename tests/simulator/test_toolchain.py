@@ -159,7 +159,7 @@ def test_addresses_lead_back_to_lines(kind, cache):
     built = build({"k.cu": text, "sub dir/h.cuh": header}, "k.cu", {}, kind, cache_in=cache)
     start, end = _span(built, "k")
     found = built.lines(range(start + 1, end + 1))
-    assert list(found) == list(range(start + 1, end + 1))
+    assert {*range(start + 1, end + 1)} <= found.keys()
     known = {line for line in found.values() if line.file != "?" and line.text}
     assert Line("k.cu", 4, "x[i] = helper((int)x[i]);", "k") in known
     assert {line.function for line in known if line.file == "k.cu"} == {"k"}
@@ -169,7 +169,8 @@ def test_addresses_lead_back_to_lines(kind, cache):
     else:
         start, end = _span(built, "_Z6helperi")
         assert inside in built.lines(range(start + 1, end)).values()
-    assert built.lines([0, 2**40]) == dict.fromkeys([0, 2**40], Line("?", 0, "", "?"))
+    found = built.lines([0, 2**40])
+    assert found[0] == found[2**40] == Line("?", 0, "", "?")
 
 
 def test_without_binutils_the_message_names_them(cache):

@@ -73,9 +73,8 @@ class Array:
 
 
 def fits(pointee: str, dtype: Any) -> bool:
-    """Return whether an array of `dtype` (np.dtype or "bfloat16") holds what a pointer to `pointee` reads: integers of
-    either sign, also for the bits of 16-bit floats; floats for a float4. Structs, void and vectors of integers, which
-    carry 16 bytes of whatever it is, take anything."""
+    """Return whether an array of `dtype` holds what a pointer to `pointee` reads: integers of either sign, also for the
+    bits of 16-bit floats; floats for a float4. Structs, void and vectors of integers take anything."""
     base, n = lanes(pointee)
     want, name = TYPES.get(base, ""), str(dtype)
     if not want or (n > 1 and "int" in want):

@@ -99,8 +99,7 @@ class Counts:
 
     @classmethod
     def of(cls, sites: np.ndarray, footprint: np.ndarray, arrays: Sequence, threads: int) -> Counts:
-        """From what the runtime recorded: a row for each place in the code, and one for each of `arrays`
-        (report.py)."""
+        """From what the runtime recorded: a row for each place in the code, and for each array (report.py)."""
         found: dict[str, Any] = {}
         for name, (kind, space) in _SORTS.items():
             chosen = sites[(sites["kind"] == kind) & ((sites["space"] == space) | (space is None))]
@@ -143,17 +142,17 @@ class Counts:
         return replace(self, **grown, threads=round(self.threads * factor), footprints=touched)
 
     def __repr__(self) -> str:
-        columns = ["requests", "accesses", "bytes", "sectors", "lines", "coalescing", "wavefronts", "bank_conflicts"]
-        used = {name: sort for name, sort in self.traffic.items() if sort.requests}
-        rows = [[name.replace("_", " "), *(getattr(sort, c) for c in columns)] for name, sort in used.items()]
-        tables = [_table(["", *(column.replace("_", " ") for column in columns)], rows)]
-        rows = [[name, *(self.unique_bytes(name, way) for way in ("read", "written"))] for name in self.footprints]
-        tables.append(_table(["array", "different bytes read", "written"], rows))
-        tables.append(
-            f"{self.threads:,} threads; warps at collectives {self.collectives:,}, at barriers "
-            f"{self.barriers:,}; divergent branches {self.divergent_branches:,}"
-        )
-        return "\n\n".join(tables)
+        lines = []
+        for name, sort in self.traffic.items():
+            numbers = {**sort._asdict(), "bank conflicts": sort.bank_conflicts}
+            said = [f"{count:,} {what.replace('_', ' ')}" for what, count in numbers.items() if count]
+            said += [f"{sort.coalescing:.0%} coalescing"] if sort.sectors else []
+            lines += [f"{name.replace('_', ' ')}: {', '.join(said)}"] if said else []
+        for name in self.footprints:
+            read, written = (self.unique_bytes(name, way) for way in ("read", "written"))
+            lines.append(f"{name}: {read:,} different bytes read, {written:,} written")
+        said = [f"{getattr(self, name):,} {name.replace('_', ' ')}" for name in ("threads", *_NUMBERS)]
+        return "\n".join([*lines, ", ".join(said)])
 
 
 @dataclass(frozen=True)
@@ -225,9 +224,8 @@ def predicted_time(
     array that was not touched, and for what cannot be such numbers.
 
     "device memory": every different sector once, read and written, and those rows again. "L2 cache": the different
-    sectors that each block reads, as if the L1 cache kept them until the block ends, and the sectors of every write,
-    which it passes on. "L1 cache": each 128-byte line of each request, and each pass over the banks of shared memory,
-    takes its multiprocessor a cycle, as counters of an H100 confirm."""
+    sectors that each block reads, and those of every write. "L1 cache": each 128-byte line of each request, and each
+    pass over the banks of shared memory, takes its multiprocessor a cycle, as counters of an H100 confirm."""
     unique = sum(at.read_sectors + at.written_sectors for at in counts.footprints.values())
     again = _read_again(counts, gpu.kept_bytes, rows)
     passed_on = sum(at.block_read_sectors for at in counts.footprints.values())
@@ -239,17 +237,3 @@ def predicted_time(
         "L1 cache": looked_up / (gpu.multiprocessors * gpu.clock_hz),
     }
     return Prediction(gpu, bounds)
-
-
-def _table(head: list[str], rows: list[list]) -> str:
-    """A table as text: the first column to the left, the others to the right, shares as percentages."""
-
-    def shown(value) -> str:
-        if isinstance(value, float):
-            return "" if math.isnan(value) else f"{value:.0%}"
-        return value if isinstance(value, str) else f"{value:,}"
-
-    cells = [head, *([shown(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells)
-    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -35,8 +35,7 @@ _OWN_HEADERS = re.compile(r"(cuda|sim)_\w+\.h$")
 
 @dataclass(frozen=True)
 class Run:
-    """What one launch gave. seconds: how long it took here, which says nothing about a GPU. counts: of accesses to
-    memory; None unless watched with "counts". trace: the steps of one block; None unless asked for."""
+    """What one launch gave: the seconds that it took here, and the counts and steps that were asked for."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -48,12 +47,10 @@ class Run:
 
 def compile(file: str | Path, defines: Mapping[str, object] = {}) -> Program:
     """The kernels of a file, for launching on the CPU: `Program.launch` builds them, once for fast and once for watched
-    runs, and keeps the result by content.
-
-    file: the name of one of kernels/, or the path of one's own. Headers are looked for beside it, then in kernels/.
-    defines: macros and their values; True for one that is defined without a value. Raises CompileError for a file that
-    is not there or that the compiler refuses, StackError without a C++ compiler, and Unsupported for a source that uses
-    what only a GPU has."""
+    runs. file: the name of one of kernels/, or the path of one's own; headers are looked for beside it, then in
+    kernels/. defines: macros and their values; True for one that is defined without a value. Raises CompileError for a
+    file that is not there or that the compiler refuses, StackError without a C++ compiler, and Unsupported for a source
+    that uses what only a GPU has."""
     return Program(file, dict(defines))
 
 
@@ -86,14 +83,12 @@ class Program:
             grid, block: one to three sizes each; a block has at most 1,024 threads.
             arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
             watch: "faults" checks every access. "counts" also counts them (Run.counts). None runs optimised code and
-                finds only what makes a kernel stop; an access out of bounds may then damage this process, as anywhere
-                in C++.
+                finds only what makes a kernel stop; an access out of bounds may then damage this process.
             trace: number of a block whose steps are kept (Run.trace), at most `steps` of them.
-            values: expressions whose values are kept among the steps, each after a source line:
-                {"smxx_pack.cu:69": "count"}, or with the text of the line instead of its number.
-            shared_bytes: size of an `extern __shared__` array.
-            seconds: how long the launch may take at most.
-            cores: how many blocks run at a time; all cores by default.
+            values: expressions whose values are kept among the steps, each after a source line, which its number or
+                some of its text names: {"smxx_pack.cu:69": "count"}.
+            shared_bytes: size of an `extern __shared__` array. seconds: how long the launch may take at most. cores:
+                how many blocks run at a time; all cores by default.
 
         Raises InputError for arguments that the kernel does not take and sizes that a GPU does not; faults.Fault for
         what the kernel does wrong (if it was watched, the arrays are as they were), and its TooLong after `seconds` or
@@ -108,8 +103,8 @@ class Program:
         if watch not in WATCHES:
             raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
         blocks = math.prod(grid)
-        if trace is not None and not 0 <= trace < blocks:
-            raise InputError(f"trace is {trace}; a block number from 0 to {blocks - 1} is accepted")
+        if trace is not None and (type(trace) is not int or not 0 <= trace < blocks):
+            raise InputError(f"trace is {trace!r:.80}; a block number from 0 to {blocks - 1} is accepted")
         if cores is not None and cores < 1:
             raise InputError(f"cores is {cores}; at least 1 is accepted")
         sources, names = source.with_watches(self.sources, dict(values or {}))
@@ -141,20 +136,6 @@ class Program:
 _building = threading.Lock()
 
 
-def _interruptible(built: toolchain.Built, launch):
-    """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it within a few moments."""
-    if threading.current_thread() is not threading.main_thread():
-        return built.runtime.sim_launch(ctypes.byref(launch))
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(built.runtime.sim_launch, ctypes.byref(launch))
-        try:
-            return done.result()
-        except BaseException:  # raised by a signal handler, as KeyboardInterrupt is
-            launch.cancel = 1
-            done.add_done_callback(lambda it: built.runtime.sim_free(it.result()))
-            raise
-
-
 @lru_cache(maxsize=512)
 def _built(kind: str, file: str, sources: tuple, defines: tuple) -> toolchain.Built:
     with _building:
@@ -172,11 +153,10 @@ class _Call:
         own = [s for s in built.shared if s.function not in others]
         taken = sum(s.size for s in own if not s.dynamic)
         if taken > _MOST_STATIC:
-            fixed = ", ".join(s.name for s in own if not s.dynamic)
-            raise InputError(
-                f"the shared arrays of {kernel} ({fixed}) have {taken:,} bytes; a GPU takes {_MOST_STATIC:,} in arrays "
-                "of fixed size, more only in an `extern __shared__` one with shared_bytes"
-            )
+            fixed = f"the shared arrays of {kernel} ({', '.join(s.name for s in own if not s.dynamic)})"
+            most = f"a GPU takes {_MOST_STATIC:,} in arrays of fixed size"
+            more = "more only in an `extern __shared__` one with shared_bytes"
+            raise InputError(f"{fixed} have {taken:,} bytes; {most}, {more}")
         if not 0 <= shared_bytes <= (left := toolchain.MOST_SHARED - taken):
             beside = f"beside {taken:,} bytes in arrays of fixed size 0 to {left} is accepted"
             raise InputError(f"shared_bytes is {shared_bytes}; {beside}")
@@ -189,7 +169,7 @@ class _Call:
             raise InputError(f"{kernel} takes {len(sizes)} arguments ({named}); {len(arguments)} were given")
         # A kernel gets a copy of a read-only array, which thus stays as it is.
         arguments = [a.copy() if isinstance(a, np.ndarray) and not a.flags.writeable else a for a in arguments]
-        self.given = arguments  # as long as a launch may run
+        self.given = arguments  # kept while the launch runs
         self.values: list[Any] = []
         for parameter, argument, size in zip(parameters, arguments, sizes):
             if not parameter.pointer:
@@ -271,10 +251,15 @@ class _Call:
             n_shared=len(shared),
             thread_local_bytes=max((s.offset + s.size for s in self.built.shared), default=0),
         )
-        # The launch may run for longer than this call, and needs these as long as it runs.
-        launch.holds = (self, values, addresses, buffers, shared)
         start = time.perf_counter()
-        report = _interruptible(self.built, launch)
+        with ThreadPoolExecutor(1) as pool:  # so that Ctrl-C ends it within a few moments
+            done = pool.submit(self.built.runtime.sim_launch, ctypes.byref(launch))
+            try:
+                report = done.result()
+            except BaseException:  # raised by a signal handler, as KeyboardInterrupt is
+                launch.cancel = 1
+                done.add_done_callback(lambda it: self.built.runtime.sim_free(it.result()))
+                raise
         took = time.perf_counter() - start
         if not report:
             raise MemoryError("no memory for the stacks of a block's threads")
@@ -324,22 +309,10 @@ def _three(name: str, size, most: int) -> tuple[int, int, int]:
     return tuple(int(n) for n in sizes) + (1,) * (3 - len(sizes))
 
 
-def step(
-    program: Program,
-    kernel: str,
-    grid: int | Sequence[int],
-    block: int | Sequence[int],
-    arguments: Sequence,
-    *,
-    look: int = 0,
-    **options,
-) -> Trace:
+def step(program: Program, kernel: str, grid, block, arguments: Sequence, *, look: int = 0, **options: Any) -> Trace:
     """Return the steps of one block of a launch: of the one that a fault stopped, up to the fault (`.fault`), or else
-    of the block `look`. The other arguments are those of `Program.launch`; it runs on one core, so that the fault is
-    the same each time. Raises InputError for a `look` that is no block's number, and a Fault whose steps were not
-    recorded."""
-    if isinstance(look, bool) or not isinstance(look, int) or look < 0:
-        raise InputError(f"look is {look!r:.80}; the number of a block, from 0 up, is accepted")
+    of the block `look`. The other arguments, and errors, are those of `Program.launch`; it runs on one core, so that
+    the fault is the same each time."""
     options["cores"] = 1
     try:
         return program.launch(kernel, grid, block, arguments, trace=look, **options).trace
@@ -366,10 +339,8 @@ def watching(
     cores: int | None = None,
 ) -> Iterator[list[Run]]:
     """A context in which the launch functions of twell_lab.ops, on CPU tensors, run watched. Yields the list that the
-    Run of each launch is added to.
-
-    watch, trace, values, cores: as for `Program.launch`. replace: {"smxx_pack.cu": "my_pack.cu"} runs your own file
-    instead of the one in kernels/."""
+    Run of each launch is added to. replace: {"smxx_pack.cu": "my_pack.cu"} runs your own file instead of the one in
+    kernels/. The rest is as for `Program.launch`."""
     runs: list[Run] = []
     token = _session.set(({"watch": watch, "trace": trace, "values": values, "cores": cores}, replace or {}, runs))
     try:

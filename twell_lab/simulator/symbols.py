@@ -78,8 +78,8 @@ _OWN = re.compile(r"_ZGV|_ZT|_*sim_|completed\.|DW\.|__")  # the simulator's, th
 def find_variables(
     tool: Tool, library: Path, declared: Iterable[Declaration]
 ) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
-    """The thread-local symbols of `library` (its shared arrays), and those of the kernels' other variables that can be
-    written, joined with what the source declares; each in the order of their offsets."""
+    """The shared arrays of `library`, and those of the kernels' other variables that can be written, joined with what
+    the source declares; each in the order of their offsets."""
     filt = tool("c++filt")
     rows = [row for row in symbols_of(tool, library) if row[3] in ("TLS", "OBJECT") and row[6] != "UND"]
     sections = {row[6] for row in rows if row[7] in ("sim_zeros", "sim_data")}
@@ -98,7 +98,6 @@ def find_variables(
 
 
 def _variable(name: str, function: str, offset: int, size: int, same: list[Declaration]) -> Variable:
-    """The variable at a place. same: the declarations of this name."""
     last = re.sub(r"<.*", "", function).rpartition("::")[2]
     outside = [d for d in same if d.shape is None and not function]  # `extern` in a function: a name of the whole file
     same = [d for d in same if d.function == last] or outside or same
@@ -116,7 +115,6 @@ def _variable(name: str, function: str, offset: int, size: int, same: list[Decla
 
 
 def _item(d: Declaration) -> int:
-    """The bytes of a number, a vector or a pointer; 0 of a struct."""
     kind, n = lanes(d.type)
     return n * itemsize(TYPES[kind]) if kind in TYPES else 8 * d.type.endswith(" *")
 
@@ -126,9 +124,8 @@ _ANSWER = re.compile(r"(?:0x([0-9a-f]+): | \(inlined by\) )(?:(.*?) at|\?\?) (\S
 
 
 def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[str, str]) -> dict[int, Line]:
-    """The source line of each return address of `library`, from one run of addr2line: of functions inlined into one
-    another, the innermost of the user's own sources. The call stands before its return address, so the byte before that
-    is looked up."""
+    """The source line of each return address of `library`, from one run of addr2line on the byte before it: of
+    functions inlined into one another, the innermost of the user's own sources."""
     pcs = list(pcs)
     asked = "".join(f"{max(pc - 1, 0):#x}\n" for pc in pcs)
     texts = {name: text.split("\n") for name, text in sources.items()}

@@ -1,7 +1,5 @@
-"""From a .cu file to a library for this computer: the C++ compiler, the cache of what it built, and the way back
-from addresses to source lines.
-
-A library is cached under the file's name, the kind of build and a digest of everything that went into it."""
+"""From a .cu file to a library for this computer: the C++ compiler, the cache of what it built (by a digest of all that
+went into it), and the way back from addresses to source lines."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from itertools import takewhile
@@ -58,10 +56,8 @@ def compiler() -> Compiler:
     """The compiler that TWELL_LAB_CXX names, else the first of g++ and c++ that works. Raises StackError where there is
     none, with what to install, and on a machine that the simulator does not run on."""
     if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
-        raise StackError(
-            "the simulator runs on Linux on x86-64 or 64-bit Arm (on Windows: in WSL 2); "
-            f"this is {platform.system()} on {platform.machine()}"
-        )
+        here = f"this is {platform.system()} on {platform.machine()}"
+        raise StackError(f"the simulator runs on Linux on x86-64 or 64-bit Arm (on Windows: in WSL 2); {here}")
     return _compiler(os.environ.get("TWELL_LAB_CXX", ""), os.environ.get("PATH", ""))
 
 
@@ -88,16 +84,14 @@ def _try(path: str) -> Compiler | None:
 
 def available() -> bool:
     """Return whether `compiler()` finds one."""
-    try:
+    with suppress(StackError):
         return bool(compiler())
-    except StackError:
-        return False
+    return False
 
 
 def _run(command: list, folder: Path | None = None, text: str = "") -> subprocess.CompletedProcess:
-    environment = {**os.environ, "LC_ALL": "C"}  # messages in English: they are read here
-    if folder is not None:
-        environment["TMPDIR"] = str(folder)  # so that what a killed compiler leaves behind is removed with the folder
+    # Messages in English: they are read here. What a killed compiler leaves behind goes with the folder.
+    environment = {**os.environ, "LC_ALL": "C"} | ({"TMPDIR": str(folder)} if folder else {})
     texts: dict[str, Any] = {"input": text, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
     return subprocess.run(list(map(str, command)), cwd=folder, env=environment, umask=0o077, **texts)
 
@@ -229,20 +223,17 @@ class Built:
 
     @cached_property
     def handle(self) -> Any:
-        """The library, loaded, after what it needs."""
         return self.runtime and ctypes.CDLL(str(self.path))
 
     def sizes(self, kernel: str) -> list[int]:
-        """The bytes of each parameter of a kernel."""
         ended_by_zero = ctypes.POINTER(ctypes.c_int).in_dll(self.handle, f"sim_sizes_{kernel}")
         return list(takewhile(bool, ended_by_zero))
 
     def lines(self, pcs: Iterable[int]) -> dict[int, Line]:
-        """The line of each return address, counted from where the library is loaded; Line("?", 0, "", "?"): unknown."""
-        pcs = [int(pc) for pc in pcs]
-        if new := sorted(set(pcs) - self._lines.keys()):
+        """Lines by return address, counted from where the library is loaded; Line("?", 0, "", "?"): unknown."""
+        if new := sorted({*map(int, pcs)} - self._lines.keys()):
             self._lines.update(find_lines(_tool, self.path, new, self.sources))
-        return {pc: self._lines[pc] for pc in pcs}
+        return self._lines
 
 
 def build(
@@ -272,7 +263,6 @@ def build(
 
 
 def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: OwnText, temporary: Path, runtime) -> Path:
-    """Compiles and links the library in a temporary folder, and returns its path there."""
     inside = _write(sources, temporary)
     unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in listed.namespaces)]
     unit += [f"SIM_EXPORT({kernel})" for kernel in listed.kernels]
@@ -312,9 +302,8 @@ def _refuse_host_calls(cxx: Compiler, unit: Path, entry: str) -> None:
     known = {row[7].partition("@")[0] for row in symbols_of(_tool, mathematics) if row[6] != "UND"} | set(_WRAPPED)
     for name in sorted({row[7] for row in symbols_of(_tool, unit) if row[6] == "UND"} - known):
         if not _FOR_DEVICES.fullmatch(name) and not name.startswith("sim_") and hasattr(library, name):
-            raise CompileError(
-                f"{entry} calls {name}(), which only the host has; a kernel calls functions of the device"
-            )
+            said = f"{entry} calls {name}(), which only the host has"
+            raise CompileError(f"{said}; a kernel calls functions of the device")
 
 
 def _compile(command: list, entry: str, temporary: Path, inside: Path) -> subprocess.CompletedProcess:
@@ -338,8 +327,7 @@ _UNKNOWN = re.compile(  # names of CUDA's own start with two underscores
 
 
 def _complaint(entry: str, messages: str, hidden: Mapping[str, str]) -> CompileError | Unsupported:
-    """Unsupported for a name or a header of CUDA's that the simulator lacks, else CompileError with the first lines.
-    hidden: folders that mean nothing to the user -> what to write instead."""
+    """Unsupported for a name or a header of CUDA's that the simulator lacks, else CompileError with the first lines."""
     for folder, instead in hidden.items():
         messages = messages.replace(folder, instead)
     messages = re.sub(r"(?m)(^|\s)\./", r"\1", _GENERATED.sub("", messages))
@@ -390,9 +378,8 @@ def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for part in (cxx.path, cxx.version, platform.machine(), *parts):
         digest.update(part.encode() + b"\0")
-    for path in sorted(CUDA.iterdir()):
-        if path.suffix in (".h", ".cpp"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted([*CUDA.glob("*.h"), *CUDA.glob("*.cpp")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:20]
 
 

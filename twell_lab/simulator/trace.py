@@ -32,12 +32,12 @@ class Step:
     """One instruction of one warp; the tuples have an entry for each lane that takes part.
 
     kind: "read", "write", "atomic", "warp" (a shuffle, vote or ballot), "barrier", "watch" or, of the last, "fault".
-    line: where it stands; path: the calls that lead there from the kernel, outermost first. arrays: the name of each
-    lane's array; array: the one name, None where there are none or several. space: "global", "shared" or None. threads:
-    numbers within the block. elements: the first that a lane touches, in the flat array (None outside every array);
-    count: how many neighbours it touches (0: a part of one). values: what was read or is there now, numbers or a tuple
-    of `count` of them; what a warp operation gives; the watched value. name: what is watched, or the fault. absent: the
-    threads that the mask of a "warp" step names and that had left the kernel."""
+    line: where it stands; path: the calls that lead there, outermost first. arrays: the name of each lane's array;
+    array: the one name, None where there are none or several. space: "global", "shared" or None. threads: numbers
+    within the block. elements: the first that a lane touches, in the flat array (None outside every array); count: how
+    many neighbours it touches (0: a part of one). values: what was read or is there now; what a warp operation gives;
+    the watched value. name: what is watched, or the fault. absent: the threads that the mask of a "warp" step names and
+    that had left the kernel."""
 
     index: int
     warp: int
@@ -292,13 +292,11 @@ class Trace(Sequence):
 
 
 def _absent(warp: int, lanes: np.ndarray, threads: int) -> tuple[int, ...]:
-    """The threads of a block of `threads` whose bits stand beside the result of a warp-wide operation."""
     bits = int(np.bitwise_or.reduce(np.ascontiguousarray(lanes["value"][:, 8:12]).view("<u4").reshape(-1)))
     return tuple(thread for thread in range(32 * warp, min(32 * warp + 32, threads)) if bits >> thread % 32 & 1)
 
 
 def _values(steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray, arrays: list) -> list:
-    """The value of each lane as numbers, decoded together where they are of one sort."""
     found: list = [None] * len(lanes)
     sorts = np.stack([steps["kind"][owner], steps["size"][owner], lanes["array"]], 1)
     for kind, size, number in np.unique(sorts, axis=0):
@@ -317,7 +315,6 @@ def _values(steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray, arrays: lis
 
 
 def _changes(number: int, steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray) -> tuple:
-    """(place, byte, step) of every byte that the steps wrote to one array, in their order."""
     chosen = np.flatnonzero(np.isin(steps["kind"][owner], (1, 2)) & (lanes["array"] == number))
     sizes = steps["size"][owner[chosen]]
     within = np.arange(lanes["value"].shape[1])[None] < sizes[:, None]
