@@ -154,19 +154,20 @@ class _Call:
         taken = sum(s.size for s in own if not s.dynamic)
         if taken > _MOST_STATIC:
             fixed = f"the shared arrays of {kernel} ({', '.join(s.name for s in own if not s.dynamic)})"
-            most = f"a GPU takes {_MOST_STATIC:,} in arrays of fixed size"
-            more = "more only in an `extern __shared__` one with shared_bytes"
-            raise InputError(f"{fixed} have {taken:,} bytes; {most}, {more}")
+            most = (
+                f"{_MOST_STATIC:,} in arrays of fixed size, more only in an `extern __shared__` one with shared_bytes"
+            )
+            raise InputError(f"{fixed} have {taken:,} bytes; a GPU takes {most}")
         if not 0 <= shared_bytes <= (left := toolchain.MOST_SHARED - taken):
             beside = f"beside {taken:,} bytes in arrays of fixed size 0 to {left} is accepted"
             raise InputError(f"shared_bytes is {shared_bytes}; {beside}")
         own = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
-        names = [s.name for s in own]  # of two with one name, the function is told as well
-        own = [replace(s, name=f"{s.function}::{s.name}") if names.count(s.name) > 1 else s for s in own]
+        named = [s.name for s in own]  # of two with one name, the function is told as well
+        own = [replace(s, name=f"{s.function}::{s.name}") if named.count(s.name) > 1 else s for s in own]
         sizes = built.sizes(kernel)
         if len(arguments) != len(sizes):
-            named = ", ".join(p.name for p in parameters)
-            raise InputError(f"{kernel} takes {len(sizes)} arguments ({named}); {len(arguments)} were given")
+            wanted = ", ".join(p.name for p in parameters)
+            raise InputError(f"{kernel} takes {len(sizes)} arguments ({wanted}); {len(arguments)} were given")
         # A kernel gets a copy of a read-only array, which thus stays as it is.
         arguments = [a.copy() if isinstance(a, np.ndarray) and not a.flags.writeable else a for a in arguments]
         self.given = arguments  # kept while the launch runs
@@ -178,9 +179,9 @@ class _Call:
                 self.values.append(ctypes.c_void_p(0))
             else:
                 self.values.append(args.array(kernel, parameter, argument))
-        of = list(zip(parameters, self.values))
-        self.nulls = [p.name for p, given in of if isinstance(given, ctypes.c_void_p)]
+        self.nulls = [p.name for p, given in zip(parameters, self.values) if isinstance(given, ctypes.c_void_p)]
         self.arrays = [given for given in self.values if isinstance(given, args.Array)]
+        of = zip(parameters, self.values)
         self.written = [given for p, given in of if isinstance(given, args.Array) and not p.const]
         self.call = ctypes.cast(getattr(built.handle, f"sim_call_{kernel}"), ctypes.c_void_p)
         base = built.runtime.sim_base(self.call)
@@ -192,8 +193,7 @@ class _Call:
 
     @contextmanager
     def arrays_apart(self) -> Iterator[None]:
-        """A context with copies that lie far apart: an access past the end of one array never meets another array.
-        Arrays that share memory still do."""
+        """A context with copies that lie far apart, so that no access past the end of an array meets another one."""
         self.before = [args.bytes_at(v.begin, v.nbytes).copy() for v in self.variables]
         self.room = np.empty(sum(a.nbytes + 2 * args.ALIGNED + _GAP for a in self.arrays) + _GAP, np.uint8)
         at, end, away = self.room.ctypes.data, 0, 0

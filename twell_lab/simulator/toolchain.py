@@ -112,9 +112,8 @@ def _flags(kind: str, defines: Mapping[str, object]) -> list[str]:
 
 
 def sources(file: str | Path) -> dict[str, str]:
-    """The file, of kernels/ or one's own, and every header that it includes with quotes: name -> text, the file first.
-    Headers are looked up beside what includes them, then in the file's own folder, then in kernels/; a name is a path
-    from the file's folder. Raises CompileError for a file that is missing or no text."""
+    """The file, of kernels/ or one's own, and every header that it includes with quotes, looked up beside what includes
+    it, in the file's own folder, and in kernels/: by their paths from there. CompileError for what is no text."""
     common, path = core.kernels_dir(), Path(file)
     in_kernels = isinstance(file, str) and len(path.parts) == 1 and (common / path).is_file()
     if in_kernels or not (path.is_file() or path.is_absolute()):

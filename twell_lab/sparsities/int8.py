@@ -86,17 +86,15 @@ class Int8(Products):
         if not weights.up.is_cuda or weights.gate is None or weights.gate is weights.up or None in products:
             return products, None
         rows = tuple(product.keywords["rows"] for product in products)
-        near = (
-            has_kernel(part.values, kernels.Weight(*part, bias), weights.up.dtype)
-            for part, bias in zip(rows, weights[3:])
-        )
+        given = [kernels.Weight(part.values, part.scale, bias) for part, bias in zip(rows, weights[3:])]
+        near = (has_kernel(part.values, weight, weights.up.dtype) for part, weight in zip(rows, given))
         return products, rows if all(near) else None
 
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: tuple) -> Tensor:
         (products, whole), rows = form, x.reshape(-1, x.shape[-1])
         if whole is None or layer.acts != RELU or not 0 < len(rows) <= kernels.MOST_TOKENS:
             return super().compute(layer, x, weights, products)
-        given = (kernels.Weight(*part, bias) for part, bias in zip(whole, weights[3:]))
+        given = (kernels.Weight(part.values, part.scale, bias) for part, bias in zip(whole, weights[3:]))
         return run(kernels.layer, rows.contiguous(), *given).view(x.shape)
 
 

@@ -52,7 +52,8 @@ class KeptInputs(Path):
             return None
         if layer.formula["cut"].by_column:
             return partial(layer.by_kept_inputs, weights=weights)
-        call.returns(kept_inputs.layer(call, rows, *turned, *buffers[3:], layer.kept))
+        given = (rows, *turned, *buffers[3:], layer.kept)
+        call.returns(kept_inputs.layer(call, *given))
         return call.bind(*weights)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:

@@ -53,8 +53,8 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
     check_count("height", height)
     a = as_matrix(a).detach()
     by_kernel = a.is_cuda and kernels.finds(layout(packed := a.contiguous()), height)
-    found = run(kernels.find, packed, height) if by_kernel else kernels.find_reference(a, height)
-    return MicroTiles(*found, tuple(a.shape))
+    counts, columns, values = run(kernels.find, packed, height) if by_kernel else kernels.find_reference(a, height)
+    return MicroTiles(counts, columns, values, (a.shape[0], a.shape[1]))
 
 
 def product(tiles: MicroTiles, b: Tensor) -> Tensor:
