@@ -88,7 +88,7 @@ def test_a_path_that_is_named_has_its_error_and_of_a_text_the_loss():
     with torch.no_grad():
         ids = workloads.Tokens(64, torch.device("cpu"), text).inputs(1, 16)[0]
         right = nn.functional.cross_entropy(model(ids)[0, :-1], ids[0, 1:]).item()
-    for plan in ("twell", Choice("hot_cold", 256), "int8", "predicted"):
+    for plan in ("twell", Choice("hot_cold", 256), "int8", "twell_int8"):
         choice = plan if isinstance(plan, Choice) else Choice(plan)
         record, lossy = tl.bench.model(model, **how, plan=plan), "lossy" in str(choice)
         assert [row["path"] for row in record.rows] == 2 * ["dense eager", f"forced {choice}"]
@@ -97,7 +97,7 @@ def test_a_path_that_is_named_has_its_error_and_of_a_text_the_loss():
             assert ("loss" in row) == whole and 0 <= row["error"] < 1
             assert ("layer_error" in row) == (row["path"] != "dense eager")
             if whole and row["path"] == f"forced {choice}" and lossy:
-                assert row["loss"] != right and row["error"] > 1e-4 and row["choice"] == f"2 {choice}"
+                assert row["loss"] != right and row["error"] > 1e-5 and row["choice"] == f"2 {choice}"
             elif whole:
                 assert row["loss"] == pytest.approx(right, abs=1e-5) and row["error"] < 1e-5
         said = told(record, "a text")

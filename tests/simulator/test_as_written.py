@@ -11,7 +11,7 @@ from twell_lab.cuda.launch import run
 from twell_lab.ops.down import down
 from twell_lab.ops.pack import pack
 
-pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler (g++ or clang++)")
+pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 SOURCE = """
 #include <cuda_runtime.h>
 #include <device_launch_parameters.h>

@@ -13,7 +13,7 @@ from twell_lab.core import InputError
 from twell_lab.simulator.counts import Counts, Footprint, Gpu, Traffic, predicted_time
 
 if not simulator.available():
-    pytest.skip("needs a C++ compiler (g++ or clang++)", allow_module_level=True)
+    pytest.skip("needs a C++ compiler", allow_module_level=True)
 
 
 def gate(rows: int = 2, columns: int = 1024) -> torch.Tensor:
@@ -44,24 +44,6 @@ def test_shared_memory_barriers_and_atomics():
     assert counts.barriers == 4 and counts.atomics.accesses == 64 and counts.atomics.sectors == 8
     assert math.isnan(counts.shared_reads.coalescing)
     assert Traffic(requests=3, wavefronts=96, ideal_wavefronts=3).bank_conflicts == 93
-
-
-@pytest.mark.parametrize("run", [block_sum, lambda: pack(2, gate(), 8)])
-def test_the_lines_add_up_to_the_totals(run):
-    counts = run().counts
-    lines = counts.by_line().values()
-    for name, total in counts.traffic.items():
-        assert sum((getattr(line, name) for line in lines), Traffic()) == total
-    for name in ("collectives", "barriers", "divergent_branches"):
-        assert sum(getattr(line, name) for line in lines) == getattr(counts, name)
-
-
-def test_lines_of_the_kernel_and_of_its_helpers():
-    lines = {(line.file, line.number): (line, counts) for line, counts in block_sum().counts.by_line().items()}
-    assert list(lines) == sorted(lines) and lines["sum.cu", 6][1].barriers == 2
-    helper, counts = lines["sum_helpers.cuh", 2]
-    assert (helper.function, helper.text) == ("load", "return p[32 * i + threadIdx.x % 32];")
-    assert counts.shared_reads.requests == 4 and ("sum.cu", 8) not in lines
 
 
 def test_divergent_branches():
@@ -117,9 +99,9 @@ def test_rows_that_the_cache_does_not_keep_come_from_memory_again():
 
 def test_as_text():
     text = str(block_sum().counts).splitlines()
-    assert text[0].split() == "requests accesses bytes sectors lines coalescing wavefronts bank conflicts".split()
-    assert text[1].split() == ["global", "reads", "2", "64", "256", "8", "2", "100%", "0", "0"]
-    assert text[-1] == "64 threads; warps at collectives 0, at barriers 4; divergent branches 0"
+    assert text[0] == "global reads: 2 requests, 64 accesses, 256 bytes, 8 sectors, 2 lines, 100% coalescing"
+    assert text[-2] == "y: 128 different bytes read, 128 written"
+    assert text[-1] == "64 threads, 0 collectives, 4 barriers, 0 divergent branches"
 
 
 def test_what_is_refused():

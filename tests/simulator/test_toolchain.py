@@ -21,7 +21,7 @@ from twell_lab.simulator.symbols import Line
 from twell_lab.simulator.toolchain import build
 
 if not toolchain.available():
-    pytest.skip("the simulator needs g++ or clang++ on Linux", allow_module_level=True)
+    pytest.skip("the simulator needs g++ on Linux", allow_module_level=True)
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def not_to_be_compiled(monkeypatch):
 # ---- the compiler
 
 
-def test_the_compiler_says_who_it_is(cxx):
+def test_the_compiler_says_who_it_is():
     found = toolchain.compiler()
-    assert found.name == cxx and Path(found.path).is_absolute() and re.search(r"\d+\.\d+", found.version)
+    assert Path(found.path).is_absolute() and re.search(r"\d+\.\d+", found.version)
 
 
 @pytest.mark.parametrize("named", ["no-such-compiler", "true"])
@@ -89,7 +89,7 @@ def messages_of(text, cache, **headers):
     return message
 
 
-def test_a_syntax_error_reads_as_the_compiler_said_it(cxx, cache):
+def test_a_syntax_error_reads_as_the_compiler_said_it(cache):
     message = messages_of(KERNEL % "  x[0] = 1\n  x[1] = 2;", cache)
     assert message.startswith("k.cu does not compile for the simulator:\n")
     assert re.search(r"^k\.cu:2:11: error: expected ';'", message, re.M)
@@ -97,14 +97,14 @@ def test_a_syntax_error_reads_as_the_compiler_said_it(cxx, cache):
     assert re.search(r"^sub/h\.cuh:2:\d+: error: ", message, re.M)
 
 
-def test_other_mistakes(cxx, cache):
+def test_other_mistakes(cache):
     assert re.search(r"k\.cu:1:10: fatal error: .*nosuch\.h", messages_of("#include <nosuch.h>\n", cache))
     lost = messages_of("__device__ int f(int);\n" + KERNEL % "x[0] = f(3);", cache)
     assert re.search(r"\nk\.cu(:3)?: f\(int\) is declared and used, and defined nowhere", lost)
 
 
 @pytest.mark.parametrize("name", ["__activemask()", "(__nv_fp8_e4m3)1.0f"])
-def test_names_of_cudas_that_are_missing_are_named(name, cxx, cache):
+def test_names_of_cudas_that_are_missing_are_named(name, cache):
     word = re.search(r"__\w+", name)[0]
     with pytest.raises(Unsupported, match=rf"k.cu:2: {word} is not known to the simulator"):
         build({"k.cu": KERNEL % f"x[0] = (float){name};"}, "k.cu", cache_in=cache)
@@ -114,7 +114,7 @@ def test_names_of_cudas_that_are_missing_are_named(name, cxx, cache):
 
 
 @pytest.mark.parametrize("kind", toolchain.KINDS)
-def test_shared_variables_are_where_the_library_says(kind, cxx, cache):
+def test_shared_variables_are_where_the_library_says(kind, cache):
     built = build({"k.cu": DECLARES, "more.cuh": MORE}, "k.cu", {}, kind, cache_in=cache)
     assert built.kind == kind and list(built.kernels) == ["plain", "hidden", "k"]
     found = {(v.name, v.function): (v.type, v.shape) for v in built.shared}
@@ -125,7 +125,7 @@ def test_shared_variables_are_where_the_library_says(kind, cxx, cache):
     assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:])) and ends[-1][0] % 1024 == 0
 
 
-def test_the_addresses_of_shared_variables_are_their_offsets(cxx, cache):
+def test_the_addresses_of_shared_variables_are_their_offsets(cache):
     text = """
     extern __shared__ double buffer[];
     __global__ void k(long long* at) {
@@ -153,13 +153,13 @@ def _span(built, name):
 
 
 @pytest.mark.parametrize("kind", ["fast", "watched"])
-def test_addresses_lead_back_to_lines(kind, cxx, cache):
+def test_addresses_lead_back_to_lines(kind, cache):
     header = "__device__ __forceinline__ int helper(int a) {\n    return a * a * 3;  // three\n}\n"
     text = '#include "sub dir/h.cuh"\n' + KERNEL % "    for (int i = 0; i < 3; ++i)\n        x[i] = helper((int)x[i]);"
     built = build({"k.cu": text, "sub dir/h.cuh": header}, "k.cu", {}, kind, cache_in=cache)
     start, end = _span(built, "k")
     found = built.lines(range(start + 1, end + 1))
-    assert list(found) == list(range(start + 1, end + 1))
+    assert {*range(start + 1, end + 1)} <= found.keys()
     known = {line for line in found.values() if line.file != "?" and line.text}
     assert Line("k.cu", 4, "x[i] = helper((int)x[i]);", "k") in known
     assert {line.function for line in known if line.file == "k.cu"} == {"k"}
@@ -169,13 +169,14 @@ def test_addresses_lead_back_to_lines(kind, cxx, cache):
     else:
         start, end = _span(built, "_Z6helperi")
         assert inside in built.lines(range(start + 1, end)).values()
-    assert built.lines([0, 2**40]) == dict.fromkeys([0, 2**40], Line("?", 0, "", "?"))
+    found = built.lines([0, 2**40])
+    assert found[0] == found[2**40] == Line("?", 0, "", "?")
 
 
 def test_without_binutils_the_message_names_them(cache):
     built = build({"k.cu": KERNEL % "x[0] = 1;"}, "k.cu", cache_in=cache)
     with pytest.raises(StackError, match="binutils"):
-        toolchain.find_lines(lambda *names: None, built.path, [1], built.sources)
+        toolchain.find_lines(lambda name: None, built.path, [1], built.sources)
 
 
 # ---- the cache
@@ -191,7 +192,8 @@ def test_what_goes_in_decides_the_name_and_nothing_else_does(tiny, tmp_path, mon
     first = name()
     assert re.fullmatch(r"k-fast-[0-9a-f]{20}\.so", first) and (folder / first).is_file()
     others = [name({**texts, "h.cuh": "// 2\n"}), name(defines={"A": True}), name(defines={"A": 1})]
-    others.append(name(kind="address"))
+    monkeypatch.setitem(toolchain.KINDS, "other", ["-O1"])
+    others.append(name(kind="other"))
     (tiny / "runtime.cpp").write_text("int sim_version() { return 2; }\n")
     others.append(name())
     assert len({first, *others}) == 6
@@ -202,22 +204,10 @@ def test_what_goes_in_decides_the_name_and_nothing_else_does(tiny, tmp_path, mon
     assert not [path for path in folder.iterdir() if path.is_dir()]
 
 
-def test_a_build_holds_no_path_of_this_computer(cxx, tiny, tmp_path):
+def test_a_build_holds_no_path_of_this_computer(tiny, tmp_path):
     texts = {"k.cu": '#include "h.cuh"\n__global__ void k() { h(); }\n', "h.cuh": "inline void h() {}\n"}
     one, two = (build(texts, "k.cu", cache_in=tmp_path / name).path.read_bytes() for name in ("one", "another one"))
     assert one == two and os.fsencode(tmp_path) not in one
-
-
-def test_a_spoilt_entry_is_built_anew(tiny, tmp_path):
-    for name in ("", "simulator-"):
-        first = build({"k.cu": "__global__ void k() {}\n"}, "k.cu", cache_in=tmp_path)
-        (spoilt,) = [path for path in tmp_path.iterdir() if path.name.startswith(name or "k-")]
-        good = spoilt.read_bytes()
-        spoilt.write_bytes(good[:-100])
-        if name:
-            first.path.unlink()
-        assert build({"k.cu": "__global__ void k() {}\n"}, "k.cu", cache_in=tmp_path) == first
-        assert spoilt.read_bytes() == good and list(first.kernels) == ["k"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tiny, tmp_path, monkeypatch):

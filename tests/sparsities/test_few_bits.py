@@ -7,12 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twell_lab.core import DeviceError, InputError
-from twell_lab.sparsities.fp8 import fp8_linear
-from twell_lab.sparsities.int8 import MOST_COLUMNS, int8_linear, packed_two_four
-from twell_lab.sparsities.quantised import Bitmap, output_error, quantise
-from twell_lab.sparsities.twell_int8 import rows_product
-from twell_lab.sparsities.two_four import is_two_four, two_four_mask
+from twell_lab.core import InputError
+from twell_lab.sparsities.int8 import MOST_COLUMNS, int8_linear, rows_product
+from twell_lab.sparsities.quantised import fp8_linear, output_error, quantise
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
@@ -96,18 +93,6 @@ def test_sums_that_int32_cannot_hold():
         int8_linear(wide, quantise(wide))
 
 
-def test_two_four_stays_two_four_and_needs_a_gpu():
-    weight = torch.randn(32, 64)
-    rows = quantise(weight * two_four_mask(weight))
-    assert is_two_four(rows.values.half())
-    with pytest.raises(DeviceError, match="GPUs of 8.0 and newer"):
-        packed_two_four(rows)
-    with pytest.raises(InputError, match="at most two values"):
-        packed_two_four(quantise(weight))
-    with pytest.raises(InputError, match="multiples of 32"):
-        packed_two_four(quantise(torch.zeros(32, 8)))
-
-
 @given(
     tokens=st.integers(0, 6),
     d_ff=st.integers(1, 40),
@@ -137,13 +122,3 @@ def test_what_fires_times_its_rows(tokens, d_ff, gated, biases, density, dtype):
 def test_output_error():
     assert output_error(torch.tensor([3.0, 0]), torch.tensor([3.0, 4])) == pytest.approx(0.8)
     assert output_error(torch.zeros(2), torch.zeros(2)) == 0 and output_error(torch.ones(2), torch.zeros(2)) == math.inf
-
-
-@given(matrices())
-@settings(max_examples=40, deadline=None)
-def test_a_bitmap_gives_every_value_back(matrix):
-    matrix = matrix.where(torch.rand(matrix.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -0.0)
-    small = Bitmap.of(matrix)
-    dense = small.dense()
-    assert dense.dtype == matrix.dtype and torch.equal(dense, matrix) and not torch.signbit(dense[dense == 0]).any()
-    assert len(small.values) == (matrix != 0).sum() and len(small.bits) == math.ceil(matrix.numel() / 8)

@@ -34,8 +34,8 @@ def test_tiles_hold_the_matrix_and_their_product_is_the_dense_one(case, n):
     for stripe, rows in enumerate(a.split(height) if len(a) else ()):
         columns = tiles.columns[stripe, : tiles.counts[stripe]]
         assert columns.tolist() == (rows != 0).any(0).nonzero()[:, 0].tolist()
-    assert torch.equal(tiles.to_dense(), a) and tiles == find_microtiles(a.t().contiguous().t(), height)
-    assert tiles.nnz == len(tiles.entries()[0]) >= int((a != 0).sum())
+        values = tiles.values[stripe, : len(columns)]
+        assert torch.equal(values[:, : len(rows)].t(), rows[:, columns.long()]) and not values[:, len(rows) :].any()
     if n:
         b = torch.randint(-4, 5, (a.shape[1], n)).to(a.dtype)
         c = product(tiles, b)
@@ -82,7 +82,7 @@ def test_padding_is_removed_and_put_back(sequences, length, width, share, seed):
 def test_nothing_is_moved_where_every_row_is_real():
     x, real = torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
     rows, padding = remove_padding(x, real)
-    assert padding.whole and rows.data_ptr() == x.data_ptr() == add_padding(rows, padding).data_ptr()
+    assert rows.data_ptr() == x.data_ptr() == add_padding(rows, padding).data_ptr()
 
 
 def test_a_layer_computes_the_real_rows_alone():

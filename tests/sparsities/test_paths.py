@@ -17,18 +17,16 @@ from twell_lab.layers.choice import Choice
 from twell_lab.layers.paths import PATHS
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
-from twell_lab.sparsities import blocks, neuron_experts, semi_structured
+from twell_lab.sparsities import blocks, two_four
 from twell_lab.sparsities.blocks import block_mask
-from twell_lab.sparsities.neuron_experts import alike, sizes_of
-from twell_lab.sparsities.predicted import truncated
 from twell_lab.sparsities.quantised import output_error
 from twell_lab.sparsities.two_four import two_four_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR)", "ignore:Sparse invariant")
 D_MODEL, D_FF = 64, 128
 EXACT = ["two_four", "blocks", "kept_inputs"]
-LOSSY = {"int8": 0.05, "fp8": 0.1, "twell_int8": 0.02, "predicted": 1.0, "experts": 1.0}
-HERE = ["int8", "twell_int8", "predicted", "experts"]  # lossy ones that a CPU runs
+LOSSY = {"int8": 0.05, "fp8": 0.1, "twell_int8": 0.02}
+HERE = ["int8", "twell_int8"]  # lossy ones that a CPU runs
 
 
 def layer(kind="gated", bias=False, mask=None, seed=0, dtype=torch.float32):
@@ -59,7 +57,7 @@ def test_nothing_is_imported_before_a_further_path_is_named():
         "import sys, twell_lab as tl; from twell_lab.layers.choice import Choice; Choice('twell')\n"
         "assert not [name for name in sys.modules if 'sparsities' in name]\n"
         "Choice('blocks').path; from twell_lab.layers.paths import PATHS; PATHS['blocks']\n"
-        "assert 'twell_lab.sparsities.neuron_experts' not in sys.modules"
+        "assert 'twell_lab.sparsities.int8' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -132,8 +130,8 @@ def test_two_four_takes_the_projections_that_are(kind, x, monkeypatch):
         def from_dense(weight):
             return weight.clone()
 
-    monkeypatch.setattr(semi_structured, "tensor_kind", lambda *given: Tensors)
-    monkeypatch.setattr(semi_structured, "product", lambda x, sparse, bias=None: nn.functional.linear(x, sparse, bias))
+    monkeypatch.setattr(two_four, "tensor_kind", lambda *given: Tensors)
+    monkeypatch.setattr(two_four, "product", lambda x, sparse, bias=None: nn.functional.linear(x, sparse, bias))
     dense.up_proj.weight.fill_(1.0)  # that one is no 2:4, and dense
     sparse = SparseFFN(dense, plan=Choice("two_four"))
     torch.testing.assert_close(sparse(x), dense(x), rtol=1e-4, atol=1e-5)
@@ -180,62 +178,6 @@ def test_lossy_paths_are_close_and_say_so(name, kind, dtype, x):
 def test_fp8_needs_a_gpu():
     with pytest.raises(DeviceError, match="GPUs of 8.9 and newer"):
         SparseFFN(layer(), plan=Choice("fp8"))
-
-
-def hidden_by_hand(dense, x, keep):
-    """The output in float64 with the hidden values that `keep`, bool [tokens, d_ff], leaves."""
-    wide = copy.deepcopy(dense).double()
-    beside = wide.up_proj(x.double())
-    gate = wide.gate_proj(x.double()).relu() if hasattr(wide, "gate_proj") else None
-    squared = not isinstance(dense.act_fn, nn.ReLU)
-    hidden = gate * beside if gate is not None else beside.relu().square() if squared else beside.relu()
-    return wide.down_proj(hidden.where(keep, 0))
-
-
-@pytest.mark.parametrize("kind", ["gated", "plain", "squared"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_predicted_neurons_are_those_that_the_truncated_gate_scores_highest(kind, bias, x):
-    dense = layer(kind, bias)
-    gate = getattr(dense, "gate_proj", dense.up_proj)
-    u, s, v = torch.linalg.svd(gate.weight.double(), full_matrices=False)
-    rank, count = D_MODEL // 4, D_FF // 8
-    scores = x.double() @ ((u[:, :rank] * s[:rank]) @ v[:rank]).t() + (gate.bias.double() if bias else 0)
-    keep = torch.zeros(len(x), D_FF, dtype=torch.bool).scatter_(1, scores.topk(count).indices, True)
-    y = SparseFFN(dense, plan=Choice("predicted"))(x).double()
-    torch.testing.assert_close(y, hidden_by_hand(dense, x, keep), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (40, 24), (24, 40)])
-@pytest.mark.parametrize("size", [1.0, 1e30, 1e-30, 0.0])
-def test_the_truncated_matrix_of_full_rank_is_the_matrix_however_large(shape, size):
-    weight = size * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-    narrow, wide = truncated(weight, shape[1])
-    torch.testing.assert_close(wide @ narrow, weight, rtol=1e-3, atol=1e-5 * size)
-
-
-@pytest.mark.parametrize("kind", ["gated", "plain", "squared"])
-@pytest.mark.parametrize("grouped", [True, False])
-def test_experts_are_the_groups_in_which_the_most_fires(kind, grouped, x, monkeypatch):
-    if not grouped:
-        monkeypatch.setattr(neuron_experts, "takes_grouped", lambda rows, weight: False)
-    monkeypatch.setattr(neuron_experts, "_TOKENS", 3)
-    dense = layer(kind, True)
-    gate = getattr(dense, "gate_proj", dense.up_proj)
-    size, groups, taken = sizes_of(D_FF)
-    first = copy.deepcopy(gate).double()(x.double()).relu()
-    first = first.square() if kind == "squared" else first
-    group = torch.empty(D_FF, dtype=torch.int64)
-    group[alike(gate.weight, size)] = torch.arange(D_FF) // size
-    strength = torch.zeros(len(x), groups, dtype=torch.float64).index_add(1, group, first)
-    keep = torch.zeros(len(x), groups, dtype=torch.bool).scatter_(1, strength.topk(taken).indices, True)
-    y = SparseFFN(dense, plan=Choice("experts"))(x).double()
-    torch.testing.assert_close(y, hidden_by_hand(dense, x, keep[:, group]), rtol=1e-4, atol=1e-5)
-
-
-def test_groups_hold_every_neuron():
-    for d_ff in (8, 20, 128, 250, 300):
-        size, groups, taken = sizes_of(d_ff)
-        assert size % 8 == 0 and (groups - 1) * size < d_ff <= groups * size and 1 <= taken <= groups <= 32
 
 
 # ---- what a layer promises

@@ -12,10 +12,8 @@ from twell_lab.core import InputError
 from twell_lab.layers.find import feed_forwards
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
-from twell_lab.sparsities import core_neurons as core_file
-from twell_lab.sparsities import predictors
-from twell_lab.sparsities.core_neurons import CoreFFN, core_neurons
-from twell_lab.sparsities.few_neurons import remove
+from twell_lab.sparsities import few_neurons, predictors
+from twell_lab.sparsities.few_neurons import CoreFFN, core_neurons, remove
 from twell_lab.sparsities.predictors import LowRank, PredictedFFN, predict
 
 SIZES = ModelConfig(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=40, context=24)
@@ -133,7 +131,7 @@ def test_the_core_is_what_most_tokens_fire(model, monkeypatch):
         remove(model)
         return chosen
 
-    monkeypatch.setattr(core_file, "OF_TOKEN", 1.0)
+    monkeypatch.setattr(few_neurons, "OF_TOKEN", 1.0)
     (_, core) = cores(0.2)
     hook = model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda module, args: hidden.append(args[0][0]))
     model(prompt)
@@ -141,7 +139,7 @@ def test_the_core_is_what_most_tokens_fire(model, monkeypatch):
     counts = (hidden[0] != 0).sum(0)
     left = torch.ones(40, dtype=torch.bool).index_fill(0, core, False)
     assert len(core) == 8 and (core.diff() > 0).all() and counts[core].min() >= counts[left].max()
-    monkeypatch.setattr(core_file, "OF_TOKEN", 0.01)
+    monkeypatch.setattr(few_neurons, "OF_TOKEN", 0.01)
     (_, strongest) = cores(0.01)
     assert int(torch.bincount(hidden[0].abs().argmax(1), minlength=40).argmax()) in strongest.tolist()
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from twell_lab.core import InputError
-from twell_lab.sparsities.magnitude import magnitude_mask, threshold_mask
-from twell_lab.sparsities.prune import proximal_step, prune, to_linears
+from twell_lab.sparsities.magnitude import magnitude_mask, proximal_step, prune, threshold_mask, to_linears
 from twell_lab.sparsities.weights import SparseLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")

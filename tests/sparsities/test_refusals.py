@@ -11,15 +11,13 @@ from torch.nn.utils import prune as torchs
 from tests.sparsities import test_adapters
 from twell_lab.core import InputError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.sparsities import adapters, blocks, experts, few_neurons, magnitude, microtiles, neuron_experts, padding
+from twell_lab.sparsities import adapters, blocks, experts, few_neurons, magnitude, microtiles, padding
 from twell_lab.sparsities import two_four as pattern
-from twell_lab.sparsities.core_neurons import core_neurons
-from twell_lab.sparsities.dropout import two_four_dropout
-from twell_lab.sparsities.fp8 import fp8_linear
+from twell_lab.sparsities.few_neurons import core_neurons
 from twell_lab.sparsities.int8 import int8_linear
 from twell_lab.sparsities.predictors import predict
-from twell_lab.sparsities.quantised import output_error, quantise
-from twell_lab.sparsities.two_four_training import TwoFourLinear, two_four
+from twell_lab.sparsities.quantised import fp8_linear, output_error, quantise
+from twell_lab.sparsities.two_four_training import TwoFourLinear, two_four, two_four_dropout
 from twell_lab.sparsities.weights import SparseLinear
 
 ONE, NAN = torch.ones(16, 16), torch.full((16, 16), math.nan)
@@ -36,7 +34,7 @@ OF_SIZES = [blocks.to_bsr, blocks.empty_share, blocks.group_columns, lambda w, s
 ROWS, E4M3 = quantise(ONE), quantise(ONE, torch.float8_e4m3fn)
 TILES, REAL = microtiles.find_microtiles(ONE), torch.ones(2, 3, dtype=torch.bool)
 X, PADDED = torch.ones(2, 3, 4), padding.remove_padding(torch.ones(2, 3, 4), REAL)[1]
-EXPERTS, CHOSEN = experts.Experts(16, 8, 3), torch.zeros(16, 1).long()
+CHOSEN = torch.zeros(16, 1).long()
 hooked, pruned = nn.Linear(2, 2), torchs.l1_unstructured(nn.Linear(2, 2), "weight", 0.5)
 hooked.register_forward_hook(lambda *_: None)
 
@@ -83,12 +81,8 @@ CALLS = {
     "top_k": lambda: experts.ExpertsLayer(8, 16, 4, 5),
     "activation": lambda: experts.ExpertsLayer(8, 16, activation="tanh"),
     "way": lambda: experts.Experts(16, 8, 3, way="dense")(ONE, CHOSEN, CHOSEN.float()),
-    "x of experts": lambda: EXPERTS(ONE[:, 1:], CHOSEN, CHOSEN.float()),
-    "chosen": lambda: EXPERTS(ONE, CHOSEN.int(), CHOSEN.float()),
-    "weights": lambda: EXPERTS(ONE, CHOSEN, CHOSEN),
-    "no top_k": lambda: EXPERTS(ONE, CHOSEN[:, :0], CHOSEN[:, :0].float()),
-    "hot": lambda: neuron_experts.routed_by_firing(ONE, ONE, ONE, ONE, 17, 1),
-    "grain": lambda: neuron_experts.routed_by_firing(ONE, ONE, ONE, ONE, 4, 0),
+    "hot": lambda: experts.routed_by_firing(ONE, ONE, ONE, ONE, 17, 1),
+    "grain": lambda: experts.routed_by_firing(ONE, ONE, ONE, ONE, 4, 0),
 }
 
 

@@ -11,10 +11,19 @@ from torch.nn import functional as F
 
 from twell_lab.core import DeviceError, InputError
 from twell_lab.layers.paths.cost import Rates
-from twell_lab.sparsities import semi_structured, two_four_training
-from twell_lab.sparsities.semi_structured import packed, searched, tensor_kind
-from twell_lab.sparsities.two_four import bound, check_two_four, is_two_four, prune_two_four, two_four_mask
-from twell_lab.sparsities.two_four_training import TwoFourLinear, two_four
+from twell_lab.sparsities import two_four as pattern
+from twell_lab.sparsities import two_four_training
+from twell_lab.sparsities.two_four import (
+    bound,
+    check_two_four,
+    is_two_four,
+    packed,
+    prune_two_four,
+    searched,
+    tensor_kind,
+    two_four_mask,
+)
+from twell_lab.sparsities.two_four_training import TwoFourDropout, TwoFourLinear, two_four, two_four_dropout
 
 SEMI = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemi")
 
@@ -123,14 +132,14 @@ def of_torch(weight, alg_id=0):
 def test_the_product_is_one_call_with_whole_rows(cslt, shape, with_bias):
     weight = torch.randn(32, 64).half()
     bias, x = torch.randn(32).half() if with_bias else None, torch.randn(*shape, 64).half()
-    y = semi_structured.product(x, of_torch(weight, 5), bias)
+    y = pattern.product(x, of_torch(weight, 5), bias)
     tokens = x.numel() // 64
     assert cslt == [((64, tokens + -tokens % 8), True, 5)][: tokens > 0]
     assert y.shape == (*shape, 32) and y.is_contiguous()
     torch.testing.assert_close(y, F.linear(x, weight, bias))
     wide = torch.randn(16, 130).half()
     for rows in (wide[:, :64], wide[:, 1:65], wide.t()[:64].t(), wide.view(-1)[1 : 1 + 8 * 64].view(8, 64)):
-        torch.testing.assert_close(semi_structured.product(rows, of_torch(weight)), F.linear(rows, weight))
+        torch.testing.assert_close(pattern.product(rows, of_torch(weight)), F.linear(rows, weight))
 
 
 @SEMI
@@ -138,11 +147,11 @@ def test_the_product_is_one_call_with_whole_rows(cslt, shape, with_bias):
 def test_modes_and_other_inputs_of_the_product(cslt):
     weight, bias, x = torch.randn(32, 64).half(), torch.randn(32).half(), torch.randn(3, 64).half()
     sparse = of_torch(weight)
-    call = lambda x: semi_structured.product(x, sparse, bias)  # noqa: E731
+    call = lambda x: pattern.product(x, sparse, bias)  # noqa: E731
     assert torch.equal(torch.compile(call, fullgraph=True, backend="eager")(x), call(x))
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="autocast is to torch.bfloat16"):
         call(x)
-    for wrong in (lambda: call(x[:, 1:]), lambda: call(x.float()), lambda: semi_structured.product(x, weight)):
+    for wrong in (lambda: call(x[:, 1:]), lambda: call(x.float()), lambda: pattern.product(x, weight)):
         with pytest.raises(InputError):
             wrong()
     with torch.enable_grad(), pytest.raises(InputError, match="gradient"):
@@ -172,8 +181,6 @@ def test_the_bound_is_what_takes_longest():
     assert limited_by(tokens=1, bandwidth=1.0) == pytest.approx(16 / 9, rel=0.02)
     weight, x = 600 * 16 * 2, 16 * 300 * 2  # y^T: 600 x 300, in 3 x 2 tiles
     assert limited_by(300, 16, 600, l2=1.0) == pytest.approx((2 * weight + 3 * x) / (2 * weight * 9 / 16 + 3 * x))
-    both = bound(16, 32, 64, replace(UNIT, bandwidth=2.0, l2=5.0, matmul=1000.0), transposable=True)
-    assert [gain > 1 for gain in both.values()] == [True, True, False]
     with pytest.raises(InputError, match="a whole number from 1 up"):
         bound(4, 4.0, 4, UNIT)
 
@@ -232,3 +239,28 @@ def test_torch_is_asked_for_the_largest_magnitudes_and_what_it_cannot_pack_is_sa
     assert asked == [two_four_training.ALGORITHM]
     with pytest.raises(InputError, match="multiples of 64"):
         two_four_training._packed(torch.ones(64, 60), "cutlass")
+
+
+# ---- as dropout
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(0, 5), groups=st.integers(1, 9), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_two_of_each_four_stay_and_are_doubled(rows, groups, dtype):
+    h = torch.randn(rows, 4 * groups).to(dtype).requires_grad_()
+    y = two_four_dropout(h)
+    kept = y != 0
+    assert y.shape == h.shape and y.dtype == dtype and torch.equal(y[kept], 2 * h[kept])
+    assert not rows or (kept.view(rows, groups, 4).sum(-1) == 2).all()
+    y.sum().backward()
+    assert torch.equal(h.grad, 2.0 * kept.to(dtype))
+    assert TwoFourDropout().eval()(h) is h and TwoFourDropout()(h).shape == h.shape
+
+
+def test_each_pair_is_as_likely_and_values_that_are_not_finite_do_no_harm_where_they_go():
+    y = two_four_dropout(torch.ones(60_000, 4), generator=torch.Generator().manual_seed(0))
+    pairs = y.nonzero()[:, 1].view(-1, 2)
+    counts = torch.bincount(pairs[:, 0] * 4 + pairs[:, 1], minlength=16)
+    assert (counts > 0).sum() == 6 and (counts[counts > 0] - 10_000).abs().max() < 400
+    y = two_four_dropout(torch.tensor([[float("nan"), float("inf"), 1.0, 1.0]]).expand(50, 4))
+    assert ((y == 0).sum(1) == 2).all()

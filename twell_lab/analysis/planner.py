@@ -66,8 +66,8 @@ def plan(
         calls: how the model will be called: "eager", "compiled" (torch.compile) or, on a GPU, "captured" (CUDA graphs).
         paths: the names of those that are weighed beside dense; None: "twell" and "hot_cold". There are also
             (twell_lab.sparsities) "two_four" and "blocks", for weights that are 2:4, or have empty blocks; and lossy
-            ones: "int8", "fp8", "twell_int8", "predicted" and "experts". A layer with thresholds on its inputs (TEAL)
-            weighs "kept_inputs" and no other.
+            ones: "int8", "fp8" and "twell_int8". A layer with thresholds on its inputs (TEAL) weighs "kept_inputs" and
+            no other.
         batches: inputs of the model, OTHER than the profiled ones, to time on. Without them the layers timed are drawn,
             of the same shape, so that each neuron fires as often as in the profile.
         measure: whether to time anything; otherwise predictions decide. rates: measure_rates of the device, if at hand.

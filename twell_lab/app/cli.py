@@ -48,7 +48,7 @@ _DTYPES, _WORKLOADS = ["bfloat16", "float16", "float32"], ["lognormal", "uniform
 _DEVICE = option("--device", "DEVICE", "cpu, cuda, cuda:1 [a GPU where there is one]")
 _OWN = f"{', '.join(_DTYPES)} [bfloat16 on a GPU, float16 on one older than sm_80, else float32]"
 _DTYPE = option("--dtype", "DTYPE", _OWN, choices=_DTYPES)
-_PATHS = "twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, predicted, experts"
+_PATHS = "twell, hot_cold, two_four, blocks, or lossy: int8, fp8 or twell_int8"
 _LAYER = (
     option("--d-model", "N", "the layer's width", 2048),
     option("--d-ff", "N", "its neurons", 5632),

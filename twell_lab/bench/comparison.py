@@ -21,7 +21,7 @@ from ..ops import accuracy, spmm
 from ..ops import blocks as block_kernels
 from ..ops import clock as clocks
 from ..ops.functional import packed_down
-from ..sparsities import blocks, microtiles, semi_structured
+from ..sparsities import blocks, microtiles, two_four
 from ..sparsities.microtiles import find_microtiles
 from ..sparsities.weights import PRODUCTS, SparseLinear
 from . import rows
@@ -103,7 +103,7 @@ def ell_matmul(a: ELL, b: Tensor) -> Tensor:
 
 
 def _two_four(a: Tensor) -> Tensor:
-    return semi_structured.tensor_kind(a.shape, a.dtype, a.device, "cusparselt").from_dense(a)
+    return two_four.tensor_kind(a.shape, a.dtype, a.device, "cusparselt").from_dense(a)
 
 
 def _pruned(a: Tensor, product: str) -> SparseLinear:
@@ -143,7 +143,7 @@ METHODS: tuple[Method, ...] = (
     Method("2:4 (torch: cuSPARSELt)", _two_four, torch.matmul, (TWO_FOUR,)),
     Method(
         "2:4 (torch: cuSPARSELt, searched)",
-        lambda a: semi_structured.searched(_two_four(a), a.shape[1]),
+        lambda a: two_four.searched(_two_four(a), a.shape[1]),
         lambda weight, x: linear(x, weight),
         (TWO_FOUR,),
         turned=True,

@@ -23,8 +23,7 @@ from ..models.swap import sparsify
 from ..models.thresholds import calibrate
 from ..ops import clock
 from ..sparsities.blocks import block_mask, nested_mask
-from ..sparsities.magnitude import magnitude_mask
-from ..sparsities.prune import proximal_step, prune
+from ..sparsities.magnitude import magnitude_mask, proximal_step, prune
 from ..sparsities.two_four import two_four_mask
 from ..sparsities.weights import SparseLinear
 from ..training.config import TrainConfig

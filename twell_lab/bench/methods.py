@@ -32,9 +32,8 @@ from .comparison import CHECKED, TILED
 
 DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", TILED
 EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
-GROUPED = "its neurons as experts (lossy)"
-METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED, GROUPED)
-INEXACT = (EXPERTS, PREDICTED, GROUPED)  # another layer, and lossy ones
+METHODS = (DENSE, PACKED, SPLIT, TILES, EXPERTS, PREDICTED)
+INEXACT = (EXPERTS, PREDICTED)  # another layer, and a lossy one
 SHARES = (1 / 256, 1 / 64, 1 / 32, 1 / 8, 3 / 8)  # of the neurons that fire, or are computed, for a token
 HEIGHT, RANK = 32, 64
 _EXPERTS = 32  # that a layer's neurons are cut into, for the map
@@ -116,7 +115,6 @@ def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tenso
         SPLIT: swapped(layer, Choice("hot_cold", STEP)),
         TILES: functools.partial(by_stripes, layer, layer.down_proj.weight.t().contiguous()),
         PREDICTED: PredictedFFN(ffn, guess, max(1, round(share * d_ff))),
-        GROUPED: swapped(layer, Choice("experts")),
     }
     if (top := round(share * _EXPERTS)) >= 1:
         of = {"activation": "relu", "device": weight.device, "dtype": weight.dtype}
@@ -127,7 +125,7 @@ def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tenso
 @torch.no_grad()
 def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
     """Return rows of kind "map": a layer at one share of firing neurons and each number of tokens, by each method. The
-    `share` is that asked for, `nnz` what fires; GROUPED has the `error` of its output."""
+    `share` is that asked for, `nnz` what fires."""
     layer, x = drawn(share, sizes)
     methods, made = _methods(layer, share), []
     for tokens in sizes.tokens:
@@ -138,9 +136,8 @@ def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
         # Of more than one token the predictor computes all, and masks.
         there = {name: call for name, call in methods.items() if name != PREDICTED or tokens == 1}
         calls = {rows.DENSE if name == DENSE else name: rows.over(call, [some]) for name, call in there.items()}
-        facts = {GROUPED: {"error": output_error(methods[GROUPED](some), y)}}
         said = rows.describe("map", [some], layer.gate_proj.weight, f"drawn gated layer, {share:.2%} fire")
-        made += rows.measured(said | {"share": share}, calls, facts, sizes.seconds, rounds=10)
+        made += rows.measured(said | {"share": share}, calls, seconds=sizes.seconds, rounds=10)
     return made
 
 

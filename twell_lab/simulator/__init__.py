@@ -4,9 +4,8 @@
     run = program.launch("pack_v2", grid, block, (gate, packed, rows, columns, tile, words), watch="counts")
     print(run.counts)
 
-The `.cu` is the one that the GPU gets. What C++ leaves open is done as this CPU does it: `(int)` of what no int holds,
-which a GPU clamps (NaN to 0), and shifts by the width or more, which shift everything out there. A C++ compiler (g++ or
-clang++, Linux, x86-64 or arm64) is needed: `available()`."""
+The `.cu` is the one that the GPU gets. What C++ leaves open is done as this CPU does it, such as `(int)` of NaN, and
+shifts by the width or more. GCC's C++ compiler is needed (Linux, x86-64 or arm64): `available()`."""
 
 from . import faults
 from .counts import H100, Counts, Gpu, predicted_time

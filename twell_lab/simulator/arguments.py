@@ -52,10 +52,9 @@ def itemsize(dtype: Any) -> int:
 class Array:
     """An array that a launch uses: an argument, or a variable of the program (space "global"), or a "shared" one.
 
-    begin: its address, of a shared one from the start of the thread-local block. dtype: np.dtype, or "bfloat16", which
-    numpy lacks. element: bytes of what an index counts. words: what messages call it. phase: how far past an aligned
-    address it begins. before: its bytes (uint8) when the launch began, where steps are kept.
-    """
+    begin: its address, of a shared one from the start of the thread-local block. dtype: np.dtype, or "bfloat16".
+    element: bytes of what an index counts. words: what messages call it. phase: how far past an aligned address it
+    begins. before: its bytes (uint8) when the launch began, where steps are kept."""
 
     name: str
     space: str
@@ -70,14 +69,12 @@ class Array:
 
     @property
     def itemsize(self) -> int:
-        """The bytes of one value of `dtype`."""
         return itemsize(self.dtype)
 
 
 def fits(pointee: str, dtype: Any) -> bool:
-    """Return whether an array of `dtype` (np.dtype or "bfloat16") holds what a pointer to `pointee` reads: integers of
-    either sign, also for the bits of 16-bit floats; floats for a float4. Structs, void and vectors of integers, which
-    carry 16 bytes of whatever it is, take anything."""
+    """Return whether an array of `dtype` holds what a pointer to `pointee` reads: integers of either sign, also for the
+    bits of 16-bit floats; floats for a float4. Structs, void and vectors of integers take anything."""
     base, n = lanes(pointee)
     want, name = TYPES.get(base, ""), str(dtype)
     if not want or (n > 1 and "int" in want):

@@ -1,8 +1,7 @@
-"""What a launch read and wrote, counted by the simulator: in all, line by line, and the time that would take.
+"""What a launch read and wrote, counted by the simulator, and the time that would take.
 
 The counts are those of the source as it is written. A GPU's compiler may keep in registers what is counted here as a
-second read, and its caches serve most repeated reads; the predictions say which bound they use.
-"""
+second read, and its caches serve most repeated reads."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import InputError
-from .symbols import Line
 
 SECTOR = 32  # bytes: the smallest piece that moves between the caches and the device memory
 READ, WRITE, ATOMIC, BRANCH, WARP, BARRIER = range(6)  # kinds of a site
@@ -46,9 +44,6 @@ class Traffic(NamedTuple):
     def bank_conflicts(self) -> int:
         """Passes over the banks beyond those that the bytes alone would take."""
         return self.wavefronts - self.ideal_wavefronts
-
-    def __add__(self, other: Traffic) -> Traffic:  # type: ignore[override]  # of sums, not of tuples
-        return Traffic(*map(sum, zip(self, other, strict=True)))
 
     def scaled(self, factor: float) -> Traffic:
         return Traffic(*(round(n * factor) for n in self))
@@ -87,12 +82,9 @@ _NUMBERS = {
 
 @dataclass(frozen=True, repr=False)
 class Counts:
-    """The counts of one launch, summed over the grid, or of one source line.
-
-    collectives: warps at a shuffle, vote or ballot. barriers: warps at a block barrier. divergent_branches: how often
-    the lanes of a warp went different ways. threads: of the whole grid. footprints: by the array's name. sites, lines:
-    the counts at each place in the code, and which source line that is.
-    """
+    """The counts of one launch, summed over the grid. collectives: warps at a shuffle, vote or ballot. barriers: warps
+    at a block barrier. divergent_branches: how often the lanes of a warp went different ways. threads: of the whole
+    grid. footprints: by the array's name."""
 
     global_reads: Traffic = Traffic()
     global_writes: Traffic = Traffic()
@@ -104,28 +96,21 @@ class Counts:
     divergent_branches: int = 0
     threads: int = 0
     footprints: Mapping[str, Footprint] = field(default_factory=dict)
-    sites: np.ndarray = field(default=None, compare=False)
-    lines: Mapping[int, Line] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, sites: np.ndarray, footprint: np.ndarray, lines: Mapping, arrays: Sequence, threads: int) -> Counts:
-        """From what the runtime recorded: a row for each place in the code, and one for each of `arrays` (report.py).
-        lines: the pc of each path entry -> symbols.Line."""
+    def of(cls, sites: np.ndarray, footprint: np.ndarray, arrays: Sequence, threads: int) -> Counts:
+        """From what the runtime recorded: a row for each place in the code, and for each array (report.py)."""
+        found: dict[str, Any] = {}
+        for name, (kind, space) in _SORTS.items():
+            chosen = sites[(sites["kind"] == kind) & ((sites["space"] == space) | (space is None))]
+            found[name] = Traffic(*(int(chosen[number].sum()) for number in Traffic._fields))
+        for name, (kind, summed) in _NUMBERS.items():
+            found[name] = int(sites[summed][sites["kind"] == kind].sum())
         touched = {
             arrays[at].name: Footprint(read, written, block_read, arrays[at].nbytes)
             for at, read, written, block_read in footprint.tolist()
         }
-        return cls(**_sums(sites), threads=threads, footprints=touched, sites=sites, lines=lines)
-
-    def by_line(self) -> dict[Line, Counts]:
-        """The counts of each source line that has any, by file and line; an access of a helper is on its own line."""
-        groups: dict[tuple[str, int], tuple[Line, list[int]]] = {}
-        for row, site in enumerate(self.sites):
-            if site["depth"] > 0:
-                line = self.lines[int(site["path"][site["depth"] - 1])]
-                groups.setdefault((line.file, line.number), (line, []))[1].append(row)
-        counts = {line: Counts(**_sums(self.sites[rows])) for _, (line, rows) in sorted(groups.items())}
-        return {line: of_line for line, of_line in counts.items() if of_line != Counts()}
+        return cls(**found, threads=threads, footprints=touched)
 
     @property
     def traffic(self) -> dict[str, Traffic]:
@@ -140,16 +125,14 @@ class Counts:
         return SECTOR * getattr(self.footprints[array], f"{way}_sectors")
 
     def check_touched(self, names: Iterable[str], what: str) -> None:
-        """Raise InputError unless the launch touched all arrays of these names."""
         if unknown := sorted(set(names) - set(self.footprints)):
             touched = ", ".join(self.footprints) or "none"
             raise InputError(f"{what} names {', '.join(map(repr, unknown))}; this launch touched {touched}")
 
     def scaled(self, factor: float, same_size: Iterable[str] = ()) -> Counts:
         """The counts of a launch `factor` times as large, where the work grows with the rows, as in all kernels here.
-
         same_size: arrays that do not grow with the rows, such as the weights; no more of them can be touched than there
-        is. The counts by line stay those of the small launch."""
+        is."""
         if not factor > 0:
             raise InputError(f"factor is {factor!r}; a number above 0 is accepted")
         self.check_touched(same_size := set(same_size), "same_size")
@@ -159,17 +142,17 @@ class Counts:
         return replace(self, **grown, threads=round(self.threads * factor), footprints=touched)
 
     def __repr__(self) -> str:
-        columns = ["requests", "accesses", "bytes", "sectors", "lines", "coalescing", "wavefronts", "bank_conflicts"]
-        used = {name: sort for name, sort in self.traffic.items() if sort.requests}
-        rows = [[name.replace("_", " "), *(getattr(sort, c) for c in columns)] for name, sort in used.items()]
-        tables = [_table(["", *(column.replace("_", " ") for column in columns)], rows)]
-        rows = [[name, *(self.unique_bytes(name, way) for way in ("read", "written"))] for name in self.footprints]
-        tables.append(_table(["array", "different bytes read", "written"], rows))
-        tables.append(
-            f"{self.threads:,} threads; warps at collectives {self.collectives:,}, at barriers "
-            f"{self.barriers:,}; divergent branches {self.divergent_branches:,}"
-        )
-        return "\n\n".join(tables)
+        lines = []
+        for name, sort in self.traffic.items():
+            numbers = {**sort._asdict(), "bank conflicts": sort.bank_conflicts}
+            said = [f"{count:,} {what.replace('_', ' ')}" for what, count in numbers.items() if count]
+            said += [f"{sort.coalescing:.0%} coalescing"] if sort.sectors else []
+            lines += [f"{name.replace('_', ' ')}: {', '.join(said)}"] if said else []
+        for name in self.footprints:
+            read, written = (self.unique_bytes(name, way) for way in ("read", "written"))
+            lines.append(f"{name}: {read:,} different bytes read, {written:,} written")
+        said = [f"{getattr(self, name):,} {name.replace('_', ' ')}" for name in ("threads", *_NUMBERS)]
+        return "\n".join([*lines, ", ".join(said)])
 
 
 @dataclass(frozen=True)
@@ -192,9 +175,8 @@ H100 = Gpu(
     1.98e9,
     3.0e12,
     7.4e12,
-    source="rates that were reached on an H100 SXM: 3.0 TB/s by a large copy (the datasheet says 3.35), about 7.4 "
-    "TB/s by reads that the L2 serves; 1.98 GHz is what the driver reports while the packing kernels run; its L2 has "
-    "50 MiB, of which four fifths are taken to keep rows, as where layers are planned",
+    source="rates that were reached on an H100 SXM: 3.0 TB/s by a large copy, about 7.4 TB/s by reads of the L2; "
+    "1.98 GHz while the packing kernels run; four fifths of 50 MiB of L2 are taken to keep rows",
     kept_bytes=0.8 * 50 * 2**20,
 )
 
@@ -202,8 +184,7 @@ H100 = Gpu(
 @dataclass(frozen=True)
 class Prediction:
     """The time each part of a GPU would need, in seconds by name; the slowest of them is the prediction. Nothing here
-    knows of instructions, latencies or the cost of starting, so most kernels are slower; one can be faster where blocks
-    that run side by side share what they read."""
+    knows of instructions, latencies or the cost of starting, so most kernels are slower."""
 
     gpu: Gpu
     bounds: Mapping[str, float]
@@ -243,10 +224,8 @@ def predicted_time(
     array that was not touched, and for what cannot be such numbers.
 
     "device memory": every different sector once, read and written, and those rows again. "L2 cache": the different
-    sectors that each block reads, as if the L1 cache kept them until the block ends, and the sectors of every write,
-    which it passes on. "L1 cache": each 128-byte line of each request, and each pass over the banks of shared memory,
-    takes its multiprocessor a cycle. (The counters of an H100 confirm the last: pack_v1 keeps that part busy 99% of its
-    time, and 4 of 5 sectors never get to the L2.)"""
+    sectors that each block reads, and those of every write. "L1 cache": each 128-byte line of each request, and each
+    pass over the banks of shared memory, takes its multiprocessor a cycle, as counters of an H100 confirm."""
     unique = sum(at.read_sectors + at.written_sectors for at in counts.footprints.values())
     again = _read_again(counts, gpu.kept_bytes, rows)
     passed_on = sum(at.block_read_sectors for at in counts.footprints.values())
@@ -258,28 +237,3 @@ def predicted_time(
         "L1 cache": looked_up / (gpu.multiprocessors * gpu.clock_hz),
     }
     return Prediction(gpu, bounds)
-
-
-def _table(head: list[str], rows: list[list]) -> str:
-    """A table as text: the first column to the left, the others to the right, shares as percentages."""
-
-    def shown(value) -> str:
-        if isinstance(value, float):
-            return "" if math.isnan(value) else f"{value:.0%}"
-        return value if isinstance(value, str) else f"{value:,}"
-
-    cells = [head, *([shown(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def _sums(sites: np.ndarray) -> dict[str, Any]:
-    """The fields of Counts that are sums over sites."""
-    found: dict[str, Any] = {}
-    for name, (kind, space) in _SORTS.items():
-        chosen = sites[(sites["kind"] == kind) & ((sites["space"] == space) | (space is None))]
-        found[name] = Traffic(*(int(chosen[field].sum()) for field in Traffic._fields))
-    for name, (kind, summed) in _NUMBERS.items():
-        found[name] = int(sites[summed][sites["kind"] == kind].sum())
-    return found

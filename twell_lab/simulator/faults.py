@@ -18,10 +18,9 @@ class Unsupported(TwellError, RuntimeError):
 class Fault(TwellError, RuntimeError):
     """A kernel did something undefined. The launch was stopped there; if it was watched, no array was changed.
 
-    kernel, block (its number in the grid), thread (its number in the block); path: the calls that lead there from the
-    kernel, outermost first, and line, the last of them (file, number, text, function), None if the compiler kept no
-    trace. Of two threads also other_thread, other_block and other_line. array, element: where it is one. trace: the
-    steps of the block up to the fault, if they were kept (`simulator.step`)."""
+    kernel, block, thread: the numbers of both; path: the calls that lead there from the kernel, outermost first, and
+    line, the last of them, None if the compiler kept no trace. Of two threads also other_thread, other_block and
+    other_line. array, element: where it is one. trace: the steps of the block up to the fault, if they were kept."""
 
     trace: Trace | None = None
     kernel: str
@@ -41,10 +40,7 @@ class Fault(TwellError, RuntimeError):
 
 
 class OutOfBounds(Fault):
-    """An access that lies in no array that the kernel was given, nor in its shared memory.
-
-    Without `watch` it is found only where no memory of this process is at the address.
-    """
+    """An access that lies in no array that the kernel was given (without `watch`: in no memory of this process)."""
 
 
 class Misaligned(Fault):
@@ -65,9 +61,7 @@ class SharedRace(Fault):
 
 
 class GlobalRace(Fault):
-    """Two threads use the same bytes of an array or a __device__ variable, at least one writes, and nothing puts one
-    before the other: no barrier in a block, and no fence and flag. An atomic is such an access, too, beside all that is
-    none."""
+    """The same of an array or a __device__ variable, also between blocks."""
 
 
 class UninitialisedRead(Fault):
@@ -75,8 +69,7 @@ class UninitialisedRead(Fault):
 
 
 class WarpFault(Fault):
-    """A warp-wide operation with a mask that leaves the caller out, or whose lanes call it at different places or with
-    different masks; a shuffle from a lane that takes no part, or with a width that is no power of two up to 32."""
+    """A warp-wide operation whose lanes do not meet: by its mask, its place, a shuffle's lane or its width."""
 
 
 class AssertionFault(Fault):

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from . import report as raw
 from .counts import Counts
 from .trace import Trace
 
-WATCHES = (None, "faults", "counts", "address")
+WATCHES = (None, "faults", "counts")
 _GAP = 16 << 20  # unused addresses between two arrays of a watched launch, so that no overrun reaches the next
 _MOST_THREADS = 1024
 _MOST_STATIC = 48 << 10  # bytes of __shared__ arrays of fixed size
@@ -35,8 +35,7 @@ _OWN_HEADERS = re.compile(r"(cuda|sim)_\w+\.h$")
 
 @dataclass(frozen=True)
 class Run:
-    """What one launch gave. seconds: how long it took here, which says nothing about a GPU. counts: of accesses to
-    memory; None unless watched with "counts". trace: the steps of one block; None unless asked for."""
+    """What one launch gave: the seconds that it took here, and the counts and steps that were asked for."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -48,14 +47,10 @@ class Run:
 
 def compile(file: str | Path, defines: Mapping[str, object] = {}) -> Program:
     """The kernels of a file, for launching on the CPU: `Program.launch` builds them, once for fast and once for watched
-    runs, and keeps the result by content.
-
-    Args:
-        file: the name of one of kernels/, or the path of one's own. Headers are looked for beside it, then in kernels/.
-        defines: macros and their values; True for one that is defined without a value.
-
-    Raises CompileError for a file that is not there or that the compiler refuses, StackError without a C++ compiler,
-    and Unsupported for a source that uses what only a GPU has."""
+    runs. file: the name of one of kernels/, or the path of one's own; headers are looked for beside it, then in
+    kernels/. defines: macros and their values; True for one that is defined without a value. Raises CompileError for a
+    file that is not there or that the compiler refuses, StackError without a C++ compiler, and Unsupported for a source
+    that uses what only a GPU has."""
     return Program(file, dict(defines))
 
 
@@ -88,14 +83,12 @@ class Program:
             grid, block: one to three sizes each; a block has at most 1,024 threads.
             arguments: contiguous CPU tensors or NumPy arrays for pointers (None: a null pointer), numbers for the rest.
             watch: "faults" checks every access. "counts" also counts them (Run.counts). None runs optimised code and
-                finds only what makes a kernel stop; an access out of bounds may then damage this process, as anywhere
-                in C++. "address" is for processes that were started with AddressSanitizer's runtime.
+                finds only what makes a kernel stop; an access out of bounds may then damage this process.
             trace: number of a block whose steps are kept (Run.trace), at most `steps` of them.
-            values: expressions whose values are kept among the steps, each after a source line:
-                {"smxx_pack.cu:69": "count"}, or with the text of the line instead of its number.
-            shared_bytes: size of an `extern __shared__` array.
-            seconds: how long the launch may take at most.
-            cores: how many blocks run at a time; all cores by default.
+            values: expressions whose values are kept among the steps, each after a source line, which its number or
+                some of its text names: {"smxx_pack.cu:69": "count"}.
+            shared_bytes: size of an `extern __shared__` array. seconds: how long the launch may take at most. cores:
+                how many blocks run at a time; all cores by default.
 
         Raises InputError for arguments that the kernel does not take and sizes that a GPU does not; faults.Fault for
         what the kernel does wrong (if it was watched, the arrays are as they were), and its TooLong after `seconds` or
@@ -110,16 +103,14 @@ class Program:
         if watch not in WATCHES:
             raise InputError(f"watch is {watch!r}; one of {WATCHES} is accepted")
         blocks = math.prod(grid)
-        if trace is not None and not 0 <= trace < blocks:
-            raise InputError(f"trace is {trace}; a block number from 0 to {blocks - 1} is accepted")
+        if trace is not None and (type(trace) is not int or not 0 <= trace < blocks):
+            raise InputError(f"trace is {trace!r:.80}; a block number from 0 to {blocks - 1} is accepted")
         if cores is not None and cores < 1:
             raise InputError(f"cores is {cores}; at least 1 is accepted")
-        if watch == "address" and not hasattr(ctypes.CDLL(None), "__asan_default_options"):
-            raise InputError("watch 'address' needs AddressSanitizer's runtime from the start: LD_PRELOAD=libasan.so")
         sources, names = source.with_watches(self.sources, dict(values or {}))
-        watched = watch in ("faults", "counts") or trace is not None
-        kind = "watched" if watched else watch or "fast"
-        built = _built(kind, self.file, tuple(sorted(sources.items())), tuple(sorted(self.defines.items())))
+        watched = watch is not None or trace is not None
+        kind, defines = "watched" if watched else "fast", tuple(sorted(self.defines.items()))
+        built = _built(kind, self.file, tuple(sorted(sources.items())), defines)
         flags = (raw.WATCH_FAULTS if watched else 0) | (raw.WATCH_COUNTS if watch == "counts" else 0)
         asked = {"watch": flags, "trace_block": -1 if trace is None else trace, "trace_limit": steps}
         call = _Call(built, kernel, grid, block, self.kernels[kernel], arguments, shared_bytes, asked, names)
@@ -142,26 +133,7 @@ class Program:
             raise met  # on one core it was not met, or not in time
 
 
-# ---- in the library ----
-
 _building = threading.Lock()
-
-
-def _interruptible(built: toolchain.Built, launch):
-    """The report of a launch. Ctrl-C (in a notebook: interrupt) ends it within a few moments."""
-    if threading.current_thread() is not threading.main_thread():
-        return built.runtime.sim_launch(ctypes.byref(launch))
-    pool = ThreadPoolExecutor(1)
-    done = pool.submit(built.runtime.sim_launch, ctypes.byref(launch))
-    pool.shutdown(wait=False)
-    try:
-        return done.result()
-    except BaseException:  # raised by a signal handler, as KeyboardInterrupt is
-        launch.cancel = 1
-        # Nobody waits for the report any more: free it here, also where it comes later.
-        done.add_done_callback(lambda it: built.runtime.sim_free(it.result()))
-        wait([done], 5)
-        raise
 
 
 @lru_cache(maxsize=512)
@@ -181,36 +153,35 @@ class _Call:
         own = [s for s in built.shared if s.function not in others]
         taken = sum(s.size for s in own if not s.dynamic)
         if taken > _MOST_STATIC:
-            raise InputError(
-                f"the shared arrays of {kernel} ({', '.join(s.name for s in own if not s.dynamic)}) have {taken:,} "
-                f"bytes; a GPU takes {_MOST_STATIC:,} in arrays of fixed size, more only in an `extern __shared__` one "
-                "with shared_bytes"
+            fixed = f"the shared arrays of {kernel} ({', '.join(s.name for s in own if not s.dynamic)})"
+            most = (
+                f"{_MOST_STATIC:,} in arrays of fixed size, more only in an `extern __shared__` one with shared_bytes"
             )
-        if not 0 <= shared_bytes <= toolchain.MOST_SHARED - taken:
-            raise InputError(
-                f"shared_bytes is {shared_bytes}; beside {taken:,} bytes in arrays of fixed size 0 to "
-                f"{toolchain.MOST_SHARED - taken} is accepted"
-            )
+            raise InputError(f"{fixed} have {taken:,} bytes; a GPU takes {most}")
+        if not 0 <= shared_bytes <= (left := toolchain.MOST_SHARED - taken):
+            beside = f"beside {taken:,} bytes in arrays of fixed size 0 to {left} is accepted"
+            raise InputError(f"shared_bytes is {shared_bytes}; {beside}")
         own = [replace(s, size=shared_bytes, shape=()) if s.dynamic else s for s in own]
-        names = [s.name for s in own]  # of two with one name, the function is told as well
-        own = [replace(s, name=f"{s.function}::{s.name}") if names.count(s.name) > 1 else s for s in own]
+        named = [s.name for s in own]  # of two with one name, the function is told as well
+        own = [replace(s, name=f"{s.function}::{s.name}") if named.count(s.name) > 1 else s for s in own]
         sizes = built.sizes(kernel)
         if len(arguments) != len(sizes):
-            names = [p.name for p in parameters]
-            raise InputError(f"{kernel} takes {len(sizes)} arguments ({', '.join(names)}); {len(arguments)} were given")
+            wanted = ", ".join(p.name for p in parameters)
+            raise InputError(f"{kernel} takes {len(sizes)} arguments ({wanted}); {len(arguments)} were given")
         # A kernel gets a copy of a read-only array, which thus stays as it is.
         arguments = [a.copy() if isinstance(a, np.ndarray) and not a.flags.writeable else a for a in arguments]
-        self.given = arguments  # as long as a launch may run
+        self.given = arguments  # kept while the launch runs
         self.values: list[Any] = []
         for parameter, argument, size in zip(parameters, arguments, sizes):
             if not parameter.pointer:
                 self.values.append(args.value(kernel, parameter, argument, size))
+            elif argument is None:
+                self.values.append(ctypes.c_void_p(0))
             else:
-                null = argument is None
-                self.values.append(ctypes.c_void_p(0) if null else args.array(kernel, parameter, argument))
-        of = list(zip(parameters, self.values))
-        self.nulls = [p.name for p, given in of if isinstance(given, ctypes.c_void_p)]
-        self.arrays = [given for _, given in of if isinstance(given, args.Array)]
+                self.values.append(args.array(kernel, parameter, argument))
+        self.nulls = [p.name for p, given in zip(parameters, self.values) if isinstance(given, ctypes.c_void_p)]
+        self.arrays = [given for given in self.values if isinstance(given, args.Array)]
+        of = zip(parameters, self.values)
         self.written = [given for p, given in of if isinstance(given, args.Array) and not p.const]
         self.call = ctypes.cast(getattr(built.handle, f"sim_call_{kernel}"), ctypes.c_void_p)
         base = built.runtime.sim_base(self.call)
@@ -222,8 +193,7 @@ class _Call:
 
     @contextmanager
     def arrays_apart(self) -> Iterator[None]:
-        """A context with copies that lie far apart: an access past the end of one array never meets another array.
-        Arrays that share memory still do."""
+        """A context with copies that lie far apart, so that no access past the end of an array meets another one."""
         self.before = [args.bytes_at(v.begin, v.nbytes).copy() for v in self.variables]
         self.room = np.empty(sum(a.nbytes + 2 * args.ALIGNED + _GAP for a in self.arrays) + _GAP, np.uint8)
         at, end, away = self.room.ctypes.data, 0, 0
@@ -269,7 +239,6 @@ class _Call:
             a.before = args.bytes_at(a.begin, a.nbytes).copy()
         launch = raw.Launch(
             call=self.call.value,
-            guarded=self.built.kind != "address",  # AddressSanitizer reports crashes by itself
             arguments=ctypes.addressof(addresses),
             grid=self.grid,
             block=self.block,
@@ -282,10 +251,15 @@ class _Call:
             n_shared=len(shared),
             thread_local_bytes=max((s.offset + s.size for s in self.built.shared), default=0),
         )
-        # The launch may run for longer than this call, and needs these as long as it runs.
-        launch.holds = (self, values, addresses, buffers, shared)
         start = time.perf_counter()
-        report = _interruptible(self.built, launch)
+        with ThreadPoolExecutor(1) as pool:  # so that Ctrl-C ends it within a few moments
+            done = pool.submit(self.built.runtime.sim_launch, ctypes.byref(launch))
+            try:
+                report = done.result()
+            except BaseException:  # raised by a signal handler, as KeyboardInterrupt is
+                launch.cancel = 1
+                done.add_done_callback(lambda it: self.built.runtime.sim_free(it.result()))
+                raise
         took = time.perf_counter() - start
         if not report:
             raise MemoryError("no memory for the stacks of a block's threads")
@@ -299,12 +273,12 @@ class _Call:
         arrays, trace = self.buffers + self.shared, self.asked["trace_block"]
         if self.asked["watch"] & raw.WATCH_COUNTS and not report.fault.kind:
             footprint = raw.table(report, "footprint", raw.FOOTPRINT)
-            sites, lines = self._resolved(raw.table(report, "sites", raw.SITES))
-            counts = Counts.of(sites, footprint, lines, arrays, math.prod(self.grid + self.block))
+            sites = raw.table(report, "sites", raw.SITES)
+            counts = Counts.of(sites, footprint, arrays, math.prod(self.grid + self.block))
         if trace >= 0:
-            table, lines = self._resolved(raw.table(report, "steps", raw.STEPS))
+            rows, lines = self._resolved(raw.table(report, "steps", raw.STEPS))
             lanes, cut = raw.table(report, "lanes", raw.LANES), bool(report.truncated)
-            steps = Trace(table, lanes, lines, arrays, self.names, self.block, truncated=cut)
+            steps = Trace(rows, lanes, lines, arrays, self.names, self.block, truncated=cut)
         if report.fault.kind:
             fault = raw.exception(report.fault, self.kernel, self.grid, self.block, self._lines_of, arrays, self.nulls)
             if steps is not None and fault.block == trace:
@@ -335,24 +309,10 @@ def _three(name: str, size, most: int) -> tuple[int, int, int]:
     return tuple(int(n) for n in sizes) + (1,) * (3 - len(sizes))
 
 
-def step(
-    program: Program,
-    kernel: str,
-    grid: int | Sequence[int],
-    block: int | Sequence[int],
-    arguments: Sequence,
-    *,
-    look: int = 0,
-    **options,
-) -> Trace:
+def step(program: Program, kernel: str, grid, block, arguments: Sequence, *, look: int = 0, **options: Any) -> Trace:
     """Return the steps of one block of a launch: of the one that a fault stopped, up to the fault (`.fault`), or else
-    of the block `look`.
-
-    The other arguments are those of `Program.launch`; it runs on one core, so that the fault is the same each time.
-    Raises InputError for a `look` that is no block's number, and a Fault whose steps were not recorded. Notebooks show
-    the steps with `twell_lab.course.first_kernels.widget.StepExplorer`."""
-    if isinstance(look, bool) or not isinstance(look, int) or look < 0:
-        raise InputError(f"look is {look!r:.80}; the number of a block, from 0 up, is accepted")
+    of the block `look`. The other arguments, and errors, are those of `Program.launch`; it runs on one core, so that
+    the fault is the same each time."""
     options["cores"] = 1
     try:
         return program.launch(kernel, grid, block, arguments, trace=look, **options).trace
@@ -362,9 +322,6 @@ def step(
         if fault.trace is None:
             raise
         return fault.trace
-
-
-# ---- launches by twell_lab.ops ----
 
 
 # What `Program.launch` gets, file of kernels/ -> one's own, and the list that the launches fill.
@@ -382,10 +339,8 @@ def watching(
     cores: int | None = None,
 ) -> Iterator[list[Run]]:
     """A context in which the launch functions of twell_lab.ops, on CPU tensors, run watched. Yields the list that the
-    Run of each launch is added to.
-
-    watch, trace, values, cores: as for `Program.launch`. replace: {"smxx_pack.cu": "my_pack.cu"} runs your own file
-    instead of the one in kernels/."""
+    Run of each launch is added to. replace: {"smxx_pack.cu": "my_pack.cu"} runs your own file instead of the one in
+    kernels/. The rest is as for `Program.launch`."""
     runs: list[Run] = []
     token = _session.set(({"watch": watch, "trace": trace, "values": values, "cores": cores}, replace or {}, runs))
     try:

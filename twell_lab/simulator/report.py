@@ -79,8 +79,6 @@ def table(report: Any, name: str, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(getattr(report, name) or 0, nbytes), dtype)
 
 
-# ---- a fault in words ----
-
 # In the order of FaultKind in runtime.h: the exception, what the kernel does and, behind a |, what would be right.
 _SAID = """
 OutOfBounds {does} {bytes} out of bounds: {place}
@@ -111,6 +109,15 @@ _DOES = {0: "reads", 1: "writes", 2: "changes atomically"}
 _FLAG = (
     "\nbetween an atomic and a plain access, too, there has to be a barrier, or a fence and a flag: __threadfence() "
     "before the atomic that says so"
+)
+# What would order two threads: of different warps, of one; and why nothing does: of different blocks, of one.
+_BARRIERS = (
+    "__syncthreads() in between that both come to",
+    "barrier in between that both come to: __syncwarp() would do, they are of one warp",
+)
+_ORDERS = (
+    "the order of blocks is not defined (also where both write the same value)",
+    "nothing puts one before the other",
 )
 # By the numbers of SimCollective in cuda_on_cpu.h.
 _WAITS = (
@@ -159,14 +166,12 @@ def exception(
     arrays: Sequence[Array],
     nulls: Sequence[str],
 ) -> faults.Fault:
-    """A fault of one launch in words. lines_of: path -> list of Lines. arrays: what it could touch. nulls: the names of
-    the arguments given as None."""
+    """A fault of one launch in words. lines_of: path -> Lines. nulls: the names of the arguments given as None."""
     what, *hints = _SAID[fault.kind].split("|")
     kind = getattr(faults, re.match(r"\w+", what)[0])
     what = what.removeprefix(kind.__name__)
     path, value, text = lines_of(fault.path), fault.lane_or_mask, (fault.text or b"").decode()
     facts = {"kernel": kernel, "block": fault.block, "thread": fault.thread, "path": path}
-    near = fault.thread // 32 == fault.other_thread // 32
     said = {
         "does": _DOES.get(fault.is_write, "uses"),
         "bytes": f"{fault.size:,} bytes" if fault.size else "memory",  # of a crash, the address alone is known
@@ -176,12 +181,8 @@ def exception(
         "low": value & 0xFFFFFFFF,
         "high": value >> 32 & 0xFFFFFFFF,
         "lane": fault.thread % 32,
-        "barrier": "barrier in between that both come to: __syncwarp() would do, they are of one warp"
-        if near
-        else "__syncthreads() in between that both come to",
-        "order": "nothing puts one before the other"
-        if fault.block == fault.other_block
-        else "the order of blocks is not defined (also where both write the same value)",
+        "barrier": _BARRIERS[fault.thread // 32 == fault.other_thread // 32],
+        "order": _ORDERS[fault.block == fault.other_block],
         "flag": _FLAG if 2 in (fault.is_write, fault.other_is_write) else "",
     }
     if fault.kind == _OUT_OF_BOUNDS and text:  # the compiler's own check of an index: of which array, its type says

@@ -1,7 +1,4 @@
-"""Reads the text of CUDA sources: watches, what the preprocessed text declares, and what no CPU can run.
-
-Nothing here starts a compiler; toolchain.py does and hands over the preprocessed text.
-"""
+"""Reads the text of CUDA sources: watches, what the preprocessed text declares, and what no CPU can run."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _DECLARATOR = re.compile(r"\s*(.*?[\s*&>])??(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:=.*)?
 
 class Parameter(NamedTuple):
     """A kernel's parameter. type: what it is or, with `pointer`, points to; typedefs resolved, no qualifiers. const:
-    the kernel does not write through the pointer, unless it casts this away."""
+    whether the kernel says that it does not write through the pointer."""
 
     type: str
     name: str
@@ -39,10 +36,9 @@ class Parameter(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """A variable as the source declares it, in space "shared", "device" or "constant".
-
-    function: the outermost one that it stands in, or "". type: typedefs resolved. shape: () for a single value, None
-    where the launch sets the size; an extent that is more than arithmetic with constants is -1."""
+    """A variable as the source declares it, in space "shared", "device" or "constant". function: the outermost one that
+    it stands in, or "". type: typedefs resolved. shape: () for a single value, None where the launch sets the size; an
+    extent that is more than arithmetic with constants is -1."""
 
     name: str
     space: str
@@ -63,14 +59,10 @@ def code_only(text: str, strings: bool = True) -> str:
     return _COMMENT_OR_STRING.sub(blank, text)
 
 
-# ---- watches
-
-
 def with_watches(sources: Mapping[str, str], values: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """The sources with `sim_watch(i, (expression));` at the end of the lines that `values` names, and the expressions.
-
-    A key of `values` is "file:58", "file:some text of the line" or, for the first file, "58". Lines keep their
-    numbers. Raises InputError unless there is one such line, and a statement can follow it."""
+    A key of `values` is "file:58", "file:some text of the line" or, for the first file, "58". Raises InputError unless
+    there is one such line, and a statement can follow it."""
     lines = {file: text.split("\n") for file, text in sources.items()}
     code = {file: code_only(text).split("\n") for file, text in sources.items()}
     names = tuple(str(expression).strip() for expression in values.values())
@@ -101,14 +93,9 @@ def _place(place: str, code: Mapping[str, list[str]]) -> tuple[str, int]:
     return file, rows[0]
 
 
-# ---- the preprocessed text
-
-
 class OwnText:
-    """What the preprocessor left of one's own files, without those of the system and the simulator.
-
-    text: the lines, without comments; code: with strings blanked as well; everything: the whole output.
-    """
+    """What the preprocessor left of one's own files, without those of the system and the simulator. text: the lines,
+    without comments; code: with strings blanked as well; everything: the whole output."""
 
     def __init__(self, preprocessed: str, files: Collection[str]):
         kept: list[str] = []
@@ -132,12 +119,10 @@ class OwnText:
         self._starts = [0, *accumulate(len(line) + 1 for line in kept)]
 
     def at(self, position: int) -> tuple[str, int]:
-        """File and line of a position in `text` or `code`."""
         return self._where[bisect_right(self._starts, position) - 1]
 
     @cached_property
     def namespaces(self) -> list[str]:
-        """The named namespaces, outer ones before those inside: kernels may stand in them."""
         return list(dict.fromkeys(re.findall(r"\bnamespace\s+([\w:]+)\s*\{", self.code)))
 
     @cached_property
@@ -154,7 +139,6 @@ class OwnText:
         return found
 
     def _statement(self, position: int) -> int:
-        """Where the statement begins that stands at a position of `code`."""
         return max(self.code.rfind(c, 0, position) for c in ";{}") + 1
 
     def _parameter(self, text: str) -> Parameter:
@@ -206,7 +190,6 @@ class OwnText:
         return name
 
     def _integer(self, expression: str) -> int:
-        """The value of an array's extent; -1 where it is more than arithmetic with constants."""
         for _ in range(8):  # constants may be made of constants
             expression = re.sub(r"\b[A-Za-z_]\w*\b", self._constant, expression)
         expression = re.sub(r"(?<=[\da-fA-F])[uUlL]+\b", "", expression)
@@ -219,7 +202,6 @@ class OwnText:
         return int(value) if 0 <= value < 2**40 else -1
 
     def _constant(self, name: re.Match) -> str:
-        """Return what a constant is, in brackets; "?" where that is not said once."""
         said = set(re.findall(rf"\bconst(?:expr)?\s+[\w\s]*\b{name[0]}\s*=\s*([^;,]+)[;,]", self.code))
         return f"({said.pop()})" if len(said) == 1 else "?"
 
@@ -235,7 +217,6 @@ def closing(code: str, opening: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas that stand in no bracket."""
     parts, depth = [""], 0
     for c in text:
         depth += (c in "(<[{") - (c in ")>]}")
@@ -258,13 +239,9 @@ def _canonical(spelled: str) -> str:
     return " ".join(words).replace(" <", "<") + stars
 
 
-# ---- what no CPU can run
-
 _PTX = (
-    (r"wgmma[\w.:]*", "a tensor-core instruction of a group of warps"),
+    (r"(?:wgmma|tcgen05|w?mma\.)[\w.:]*", "a tensor-core instruction: warps multiply small matrices together"),
     (r"(?:cp\.(?:reduce\.)?async\.bulk|(?:prefetch\.)?tensormap)[\w.:]*", "work for the tensor memory accelerator"),
-    (r"tcgen05[\w.:]*", "a tensor-core instruction of Blackwell"),
-    (r"w?mma\.[\w.:]*", "a tensor-core instruction: a warp multiplies small matrices together"),
     (r"(?:ld|st|mov)matrix[\w.:]*", "a matrix moved between shared memory and the registers of a warp"),
     (r"cp\.async[\w.:]*", "a copy to shared memory in the background"),
     (r"mbarrier[\w.:]*", "a barrier in shared memory that the hardware counts down"),
@@ -274,8 +251,10 @@ _NAMES = (
     (r"\b__cluster_dims__", "blocks of a cluster read each other's shared memory"),
     (r"\bCUtensorMap\b", "tensor maps are for the tensor memory accelerator"),
     (r"\bcooperative_groups\b", "cooperative groups are not simulated; __syncthreads and the _sync functions are"),
-    (r"\bnvcuda\b", "tensor cores (wmma) are not simulated"),
-    (r"\bcuda::(?:barrier|pipeline|ptx|memcpy_async|atomic\w*|std)\b", "the CUDA C++ library is not simulated"),
+    (
+        r"\b(?:nvcuda|cuda::(?:barrier|pipeline|ptx|memcpy_async|atomic\w*|std))\b",
+        "CUDA's C++ library is not simulated",
+    ),
     (r"\b__pipeline_\w+", "a copy to shared memory in the background"),
     (r"\b(?:tex|surf)[123]D\w*(?=\s*[<(])|\bcuda(?:Texture|Surface)Object_t\b", "textures are not simulated"),
 )

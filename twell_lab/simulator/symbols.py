@@ -16,7 +16,7 @@ from ..core import StackError
 from .arguments import TYPES, Array, itemsize, lanes
 from .source import Declaration
 
-Tool = Callable[..., str | None]  # names -> the path of the first program that is there
+Tool = Callable[[str], str | None]  # the path of a program, None where it is not there
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,8 @@ class Line:
 @dataclass(frozen=True)
 class Variable:
     """A variable of a library. offset, size: bytes, from the start of the thread-local block (__shared__) or from where
-    the library is loaded.
-
-    function: what it is declared in, "" for none. type: typedefs resolved ("char" where the declaration was not
-    found). shape: in elements; a dynamic array has the most that there can be.
-    """
+    the library is loaded. function: what it is declared in, "" for none. type: typedefs resolved ("char" where the
+    declaration was not found). shape: in elements; a dynamic array has the most that there can be."""
 
     name: str
     function: str
@@ -55,9 +52,8 @@ class Variable:
         element = self.size // max(1, math.prod(shape)) or 1
         words = f"{dtype if base else f'shared {self.type}'} {list(shape)}"
         shape += (element // item,) * (element > item)
-        return Array(
-            self.name, "global" if base else "shared", base + self.offset, self.size, dtype, shape, element, words
-        )
+        space = "global" if base else "shared"
+        return Array(self.name, space, base + self.offset, self.size, dtype, shape, element, words)
 
 
 UNKNOWN = Line("?", 0, "", "?")
@@ -72,11 +68,9 @@ def _output(program: str | None, *options: object, text: str = "") -> str:
 
 def symbols_of(tool: Tool, file: Path | str) -> list[list[str]]:
     """The symbols of a library or an object: number, value, size, type, binding, visibility, section, name."""
-    lines = _output(tool("readelf", "llvm-readelf"), "--wide", "--symbols", file).splitlines()
+    lines = _output(tool("readelf"), "--wide", "--symbols", file).splitlines()
     return [row for row in map(str.split, lines) if len(row) == 8]
 
-
-# ---- variables
 
 _OWN = re.compile(r"_ZGV|_ZT|_*sim_|completed\.|DW\.|__")  # the simulator's, the compiler's and the C library's
 
@@ -84,9 +78,9 @@ _OWN = re.compile(r"_ZGV|_ZT|_*sim_|completed\.|DW\.|__")  # the simulator's, th
 def find_variables(
     tool: Tool, library: Path, declared: Iterable[Declaration]
 ) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
-    """The thread-local symbols of `library` (its shared arrays), and those of the kernels' other variables that can be
-    written, joined with what the source declares; each in the order of their offsets."""
-    filt = tool("c++filt", "llvm-cxxfilt")
+    """The shared arrays of `library`, and those of the kernels' other variables that can be written, joined with what
+    the source declares; each in the order of their offsets."""
+    filt = tool("c++filt")
     rows = [row for row in symbols_of(tool, library) if row[3] in ("TLS", "OBJECT") and row[6] != "UND"]
     sections = {row[6] for row in rows if row[7] in ("sim_zeros", "sim_data")}
     rows = [row for row in rows if row[3] == "TLS" or row[6] in sections]
@@ -94,7 +88,7 @@ def find_variables(
     names = _output(filt, text="".join(f"{name}\n" for name, _ in own)).splitlines()
     found: dict[bool, list[Variable]] = {True: [], False: []}
     for name, ((_, shared), row) in zip(names, own.items(), strict=True):
-        # What stands before the last `::`, and after it without clang's discriminators and abi tags.
+        # What stands before the last `::`, and after it without abi tags.
         function, last = re.fullmatch(r"(?:(.*)::)?(\w+).*?", name, re.S).groups("")
         if not last.startswith("sim_") and not function.startswith("sim_"):
             same = [d for d in declared if d.name == last and (d.space == "shared") == shared]
@@ -104,7 +98,6 @@ def find_variables(
 
 
 def _variable(name: str, function: str, offset: int, size: int, same: list[Declaration]) -> Variable:
-    """The variable at a place. same: the declarations of this name."""
     last = re.sub(r"<.*", "", function).rpartition("::")[2]
     outside = [d for d in same if d.shape is None and not function]  # `extern` in a function: a name of the whole file
     same = [d for d in same if d.function == last] or outside or same
@@ -122,12 +115,8 @@ def _variable(name: str, function: str, offset: int, size: int, same: list[Decla
 
 
 def _item(d: Declaration) -> int:
-    """The bytes of a number, a vector or a pointer; 0 of a struct."""
     kind, n = lanes(d.type)
     return n * itemsize(TYPES[kind]) if kind in TYPES else 8 * d.type.endswith(" *")
-
-
-# ---- lines
 
 
 # An answer of addr2line: its address, which an inlined caller lacks, and "f at k.cu:3" ("?? ??:0": unknown).
@@ -135,15 +124,12 @@ _ANSWER = re.compile(r"(?:0x([0-9a-f]+): | \(inlined by\) )(?:(.*?) at|\?\?) (\S
 
 
 def find_lines(tool: Tool, library: Path, pcs: Iterable[int], sources: Mapping[str, str]) -> dict[int, Line]:
-    """The source line of each return address of `library`, from one run of addr2line: of functions inlined into one
-    another, the innermost of the user's own sources.
-
-    The call stands before its return address, so the byte before that is looked up.
-    """
+    """The source line of each return address of `library`, from one run of addr2line on the byte before it: of
+    functions inlined into one another, the innermost of the user's own sources."""
     pcs = list(pcs)
     asked = "".join(f"{max(pc - 1, 0):#x}\n" for pc in pcs)
     texts = {name: text.split("\n") for name, text in sources.items()}
-    answers = _output(tool("addr2line", "llvm-addr2line"), "-afipC", "-e", library, text=asked).splitlines()
+    answers = _output(tool("addr2line"), "-afipC", "-e", library, text=asked).splitlines()
     frames: list[list[Line]] = []
     for m in filter(None, map(_ANSWER.fullmatch, answers)):
         frames += [[]] if m[1] else []

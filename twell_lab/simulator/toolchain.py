@@ -1,9 +1,5 @@
-"""From a .cu file to a library for this computer: the C++ compiler, the cache of what it built, and the way back
-from addresses to source lines.
-
-A built library is cached under the file's name, the kind of build and a digest of everything that went into it:
-the sources, the macros, the flags, the compiler's path and version, the simulator's C++ and the machine.
-"""
+"""From a .cu file to a library for this computer: the C++ compiler, the cache of what it built (by a digest of all that
+went into it), and the way back from addresses to source lines."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from itertools import takewhile
@@ -36,46 +32,38 @@ from .symbols import Line, Variable, find_lines, find_variables, symbols_of
 
 CUDA = Path(__file__).parent / "cuda"
 KINDS = {
-    "fast": ["-O2", "-fno-optimize-sibling-calls", "-fsanitize=integer-divide-by-zero"],
+    "fast": "-O2 -fno-optimize-sibling-calls -fsanitize=integer-divide-by-zero".split(),
     "watched": (
-        "-O0 -fsanitize=thread -fsanitize=integer-divide-by-zero -fsanitize=alignment -finstrument-functions "
-        "-fsanitize-coverage=trace-pc -DSIM_WATCHED"
+        "-O0 -fsanitize=thread,integer-divide-by-zero,alignment,bounds-strict --param=tsan-distinguish-volatile=1 "
+        "-finstrument-functions -fsanitize-coverage=trace-pc -DSIM_WATCHED"
     ).split(),
-    "address": ["-O1", "-fsanitize=address"],
 }
-_CLANG_VOLATILE = ["-mllvm", "-tsan-distinguish-volatile=1"]
 MOST_SHARED = 232_448  # bytes of dynamic shared memory that a block may ask for at most (sm_90)
 _NEEDS = (
-    "the simulator needs a C++17 compiler: `apt install g++` (Debian, Ubuntu), `dnf install gcc-c++` (Fedora) "
+    "the simulator needs GCC's C++ compiler: `apt install g++` (Debian, Ubuntu), `dnf install gcc-c++` (Fedora) "
     "or `conda install -c conda-forge gxx`"
 )
 
 
-# ---- the compiler
-
-
 class Compiler(NamedTuple):
-    """A C++ compiler: its path, its name ("g++" or "clang++"), and the first line of what it says of its version."""
+    """GCC's C++ compiler: its path, and the first line of what it says of its version."""
 
     path: str
-    name: str
     version: str
 
 
 def compiler() -> Compiler:
-    """The compiler that TWELL_LAB_CXX names, else the first of c++, g++ and clang++ that works. Raises StackError where
-    there is none, with what to install, and on a machine that the simulator does not run on."""
+    """The compiler that TWELL_LAB_CXX names, else the first of g++ and c++ that works. Raises StackError where there is
+    none, with what to install, and on a machine that the simulator does not run on."""
     if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64", "aarch64", "arm64"):
-        raise StackError(
-            "the simulator runs on Linux on x86-64 or 64-bit Arm (on Windows: in WSL 2); "
-            f"this is {platform.system()} on {platform.machine()}"
-        )
+        here = f"this is {platform.system()} on {platform.machine()}"
+        raise StackError(f"the simulator runs on Linux on x86-64 or 64-bit Arm (on Windows: in WSL 2); {here}")
     return _compiler(os.environ.get("TWELL_LAB_CXX", ""), os.environ.get("PATH", ""))
 
 
 @cache
 def _compiler(named: str, path: str) -> Compiler:
-    for candidate in [named] if named else ["c++", "g++", "clang++"]:
+    for candidate in [named] if named else ["g++", "c++"]:
         if (found := shutil.which(candidate, path=path or None)) and (works := _try(found)):
             return works
     raise StackError(f"TWELL_LAB_CXX is {named!r}, which is no compiler that works here; {_NEEDS}" if named else _NEEDS)
@@ -84,11 +72,10 @@ def _compiler(named: str, path: str) -> Compiler:
 def _try(path: str) -> Compiler | None:
     """Return what the compiler says of itself, or None where it cannot make a library out of a watched function."""
     try:
-        version = _run([path, "--version"]).stdout.partition("\n")[0]
-        found = Compiler(path, "clang++" if "clang" in version else "g++", version)
+        found = Compiler(path, _run([path, "--version"]).stdout.partition("\n")[0])
         with tempfile.TemporaryDirectory(dir=core.cache_dir()) as temporary:
             made = Path(temporary, "tried.so")
-            command = [path, *_flags(found, "watched", {}), "-shared", "-pthread", "-x", "c++", "-", "-o", made]
+            command = [path, *_flags("watched", {}), "-shared", "-pthread", "-x", "c++", "-", "-o", made]
             _run(command, text="#include <math.h>\n#include <utility>\nfloat f(float* x) { return *x; }\n")
             return found if made.is_file() else None
     except OSError:
@@ -97,48 +84,36 @@ def _try(path: str) -> Compiler | None:
 
 def available() -> bool:
     """Return whether `compiler()` finds one."""
-    try:
+    with suppress(StackError):
         return bool(compiler())
-    except StackError:
-        return False
+    return False
 
 
 def _run(command: list, folder: Path | None = None, text: str = "") -> subprocess.CompletedProcess:
-    environment = {**os.environ, "LC_ALL": "C"}  # messages in English: they are read here
-    if folder is not None:
-        environment["TMPDIR"] = str(folder)  # so that what a killed compiler leaves behind is removed with the folder
+    # Messages in English: they are read here. What a killed compiler leaves behind goes with the folder.
+    environment = {**os.environ, "LC_ALL": "C"} | ({"TMPDIR": str(folder)} if folder else {})
     texts: dict[str, Any] = {"input": text, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
     return subprocess.run(list(map(str, command)), cwd=folder, env=environment, umask=0o077, **texts)
 
 
-def _flags(cxx: Compiler, kind: str, defines: Mapping[str, object]) -> list[str]:
-    flags = "-std=c++17 -fPIC -fno-plt -w -ffp-contract=off -fno-strict-aliasing -fno-omit-frame-pointer".split()
+def _flags(kind: str, defines: Mapping[str, object]) -> list[str]:
+    # A unique symbol exists once in a process: two builds of a file would share their __shared__ arrays.
+    flags = (
+        "-std=c++17 -fPIC -fno-plt -w -ffp-contract=off -fno-strict-aliasing -fno-omit-frame-pointer -fno-gnu-unique "
+        "-fmax-errors=5"
+    ).split()
     # Debug information about lines and inlined functions alone: a quarter of the size. DWARF 4, since some binutils
     # (2.40) misread the headers of version 5; gcc needs the two flags in this order.
     flags += ["-gdwarf-4", "-g1"]
     flags.append("-fstack-clash-protection")  # a large frame then cannot skip the closed end of its stack
     if platform.machine().lower() in ("x86_64", "amd64"):
         flags.append("-fcf-protection=none")
-    # A unique symbol exists once in a process: two builds of a file would share their __shared__ arrays.
-    flags += ["-fno-gnu-unique", "-fmax-errors=5"] if cxx.name == "g++" else ["-ferror-limit=5"]
-    if kind == "watched":  # without no-prune, clang leaves out basic blocks whose visit follows from another's
-        flags += (
-            ["-fsanitize=bounds-strict", "--param=tsan-distinguish-volatile=1"]
-            if cxx.name == "g++"
-            else ["-fsanitize=array-bounds", "-fsanitize-coverage=bb,no-prune", *_CLANG_VOLATILE]
-        )
     return [*flags, *KINDS[kind], *(f"-D{k}" if v is True else f"-D{k}={v}" for k, v in sorted(defines.items()))]
 
 
-# ---- the sources
-
-
 def sources(file: str | Path) -> dict[str, str]:
-    """The file, of kernels/ or one's own, and every header that it includes with quotes: name -> text, the file first.
-
-    Headers are looked up beside what includes them, then in the file's own folder, then in kernels/; a name is a path
-    from the file's folder. Raises CompileError for a file that is missing or no text.
-    """
+    """The file, of kernels/ or one's own, and every header that it includes with quotes, looked up beside what includes
+    it, in the file's own folder, and in kernels/: by their paths from there. CompileError for what is no text."""
     common, path = core.kernels_dir(), Path(file)
     in_kernels = isinstance(file, str) and len(path.parts) == 1 and (common / path).is_file()
     if in_kernels or not (path.is_file() or path.is_absolute()):
@@ -177,9 +152,6 @@ def _write(texts: Mapping[str, str], folder: Path) -> Path:
     return inside
 
 
-# ---- what the preprocessor says
-
-
 def listing(sources: Mapping[str, str], entry: str, defines: Mapping[str, object] = {}) -> OwnText:
     """What `entry` declares with these macros: its kernels and its variables. Raises CompileError, and Unsupported for
     the first thing in the active code that only a GPU can do."""
@@ -197,7 +169,7 @@ def preprocessed(sources: Mapping[str, str], entry: str, defines: Mapping[str, o
 def _preprocessed(texts: tuple, entry: str, defines: tuple, cxx: Compiler, cuda: Path) -> OwnText:
     with _work_in(core.cache_dir(), entry) as temporary:
         inside = _write(dict(texts), temporary)
-        flags = [*_flags(cxx, "fast", dict(defines)), "-DSIM_LISTING", *_includes(cuda)]
+        flags = [*_flags("fast", dict(defines)), "-DSIM_LISTING", *_includes(cuda)]
         done = _compile([cxx.path, *flags, "-E", "-x", "c++", f"./{entry}"], entry, temporary, inside)
         return OwnText(done.stdout, dict(texts))
 
@@ -219,17 +191,13 @@ def _includes(cuda: Path) -> list:
     return ["-iquote", ".", "-I", cuda, "-include", cuda / "cuda_on_cpu.h"]
 
 
-# ---- building
-
 _loaded: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Built:
     """A library of one file's kernels. path: the .so; needs: that of the simulator's C++; kernels: by name; shared:
-    where its arrays lie.
-
-    variables: those of the program, __device__ and __constant__; constants: the names of the latter."""
+    where its arrays lie; variables: __device__ and __constant__ ones; constants: the names of the latter."""
 
     path: Path
     needs: Path
@@ -254,20 +222,17 @@ class Built:
 
     @cached_property
     def handle(self) -> Any:
-        """The library, loaded, after what it needs."""
         return self.runtime and ctypes.CDLL(str(self.path))
 
     def sizes(self, kernel: str) -> list[int]:
-        """The bytes of each parameter of a kernel."""
         ended_by_zero = ctypes.POINTER(ctypes.c_int).in_dll(self.handle, f"sim_sizes_{kernel}")
         return list(takewhile(bool, ended_by_zero))
 
     def lines(self, pcs: Iterable[int]) -> dict[int, Line]:
-        """The line of each return address, counted from where the library is loaded; Line("?", 0, "", "?"): unknown."""
-        pcs = [int(pc) for pc in pcs]
-        if new := sorted(set(pcs) - self._lines.keys()):
+        """Lines by return address, counted from where the library is loaded; Line("?", 0, "", "?"): unknown."""
+        if new := sorted({*map(int, pcs)} - self._lines.keys()):
             self._lines.update(find_lines(_tool, self.path, new, self.sources))
-        return {pc: self._lines[pc] for pc in pcs}
+        return self._lines
 
 
 def build(
@@ -280,12 +245,11 @@ def build(
 ) -> Built:
     """Compiles `entry`, or reads it from the cache (`cache_in`, or the user's).
 
-    kind: "fast", "watched" (every access, call and basic block tells the runtime) or "address" (AddressSanitizer's).
-    Raises Unsupported for code that needs a GPU, CompileError with the compiler's messages, StackError without a
-    compiler or room for what it writes."""
+    kind: "fast", or "watched": every access, call and basic block tells the runtime. Raises Unsupported for code that
+    needs a GPU, CompileError with the compiler's messages, StackError without a compiler or room for what it writes."""
     cxx, folder = compiler(), (cache_in or core.cache_dir()).resolve()
     listed = listing(sources, entry, defines)
-    wanted = [*_flags(cxx, kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
+    wanted = [*_flags(kind, defines), entry, *(part for pair in sorted(sources.items()) for part in pair)]
     runtime = _runtime(cxx, folder)
 
     def make(temporary: Path) -> Path:
@@ -298,7 +262,6 @@ def build(
 
 
 def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: OwnText, temporary: Path, runtime) -> Path:
-    """Compiles and links the library in a temporary folder, and returns its path there."""
     inside = _write(sources, temporary)
     unit = [f'#include "{entry}"', *(f"using namespace {n};" for n in listed.namespaces)]
     unit += [f"SIM_EXPORT({kernel})" for kernel in listed.kernels]
@@ -306,15 +269,13 @@ def _make(cxx: Compiler, sources, entry: str, defines, kind: str, listed: OwnTex
     dynamic = sorted({d.name for d in listed.variables if d.space == "shared" and d.shape is None})
     (inside / "sim_dynamic.cpp").write_text(_MARKS + "".join(_DYNAMIC.format(d, MOST_SHARED) for d in dynamic))
     here = [f"-ffile-prefix-map={inside}=.", f"-ffile-prefix-map={CUDA.resolve()}=simulator"]
-    flags = [*_flags(cxx, kind, defines), *_includes(CUDA), *here]
+    flags = [*_flags(kind, defines), *_includes(CUDA), *here]
     _compile([cxx.path, *flags, "-c", _UNIT, "-o", "unit.o"], entry, temporary, inside)
     _refuse_host_calls(cxx, inside / "unit.o", entry)
-    flags = [*_flags(cxx, "fast", {}), *here]
+    flags = [*_flags("fast", {}), *here]
     _compile([cxx.path, *flags, "-c", "sim_dynamic.cpp", "-o", "dynamic.o"], entry, temporary, inside)
-    link = ["-Wl,--no-undefined", *(f"-Wl,--wrap={name}" for name in _WRAPPED)]
-    link = ["-fsanitize=address"] if kind == "address" else link
-    link += ["-shared", "-pthread", "-Wl,-Bsymbolic", "unit.o", "dynamic.o", runtime]
-    _compile([cxx.path, *link, "-o", "made.so"], entry, temporary, inside)
+    link = ["-Wl,--no-undefined", *(f"-Wl,--wrap={name}" for name in _WRAPPED), "-shared", "-pthread", "-Wl,-Bsymbolic"]
+    _compile([cxx.path, *link, "unit.o", "dynamic.o", runtime, "-o", "made.so"], entry, temporary, inside)
     return inside / "made.so"
 
 
@@ -340,9 +301,8 @@ def _refuse_host_calls(cxx: Compiler, unit: Path, entry: str) -> None:
     known = {row[7].partition("@")[0] for row in symbols_of(_tool, mathematics) if row[6] != "UND"} | set(_WRAPPED)
     for name in sorted({row[7] for row in symbols_of(_tool, unit) if row[6] == "UND"} - known):
         if not _FOR_DEVICES.fullmatch(name) and not name.startswith("sim_") and hasattr(library, name):
-            raise CompileError(
-                f"{entry} calls {name}(), which only the host has; a kernel calls functions of the device"
-            )
+            said = f"{entry} calls {name}(), which only the host has"
+            raise CompileError(f"{said}; a kernel calls functions of the device")
 
 
 def _compile(command: list, entry: str, temporary: Path, inside: Path) -> subprocess.CompletedProcess:
@@ -353,26 +313,20 @@ def _compile(command: list, entry: str, temporary: Path, inside: Path) -> subpro
     return done
 
 
-# ---- messages of the compiler
-
 _UNIT = "sim_unit.cpp"  # the generated file that includes the .cu
 _MOST_LINES = 20
 _GENERATED = re.compile(rf"^(?:In file included|\s+) from (?:<command-line>|<built-in>|\S*{_UNIT}).*\n", re.M)
-_UNDEFINED = re.compile(r"(?:(?<=[\s/:])([^\s/:]+:\d+): )?undefined (?:reference to|symbol:) [`']?(.*?)'?$", re.M)
-_NO_HEADER = re.compile(r"^(\S.*?:\d+):\d+: fatal error: '?([^':\n]+)'?(?:: No such file| file not found)", re.M)
-# Names of CUDA's own start with two underscores; g++ and clang++ say in many ways that they know none.
-_UNKNOWN = re.compile(
-    r"^(\S.*?:\d+):\d+: error: (?:use of undeclared identifier|unknown type name|there are no arguments to)? ?"
-    r"'(__\w+)'(?: was not declared| does not name| that depend|[;\n])(?:.*(; did you mean '\w+'\?))?",
+_UNDEFINED = re.compile(r"(?:(?<=[\s/:])([^\s/:]+:\d+): )?undefined reference to [`']?(.*?)'?$", re.M)
+_NO_HEADER = re.compile(r"^(\S.*?:\d+):\d+: fatal error: ([^:\n]+): No such file", re.M)
+_UNKNOWN = re.compile(  # names of CUDA's own start with two underscores
+    r"^(\S.*?:\d+):\d+: error: (?:there are no arguments to )?"
+    r"'(__\w+)'(?: was not declared| does not name| that depend)(?:.*(; did you mean '\w+'\?))?",
     re.M,
 )
 
 
 def _complaint(entry: str, messages: str, hidden: Mapping[str, str]) -> CompileError | Unsupported:
-    """Unsupported for a name or a header of CUDA's that the simulator lacks, else CompileError with the first lines.
-
-    hidden: folders that mean nothing to the user -> what to write instead.
-    """
+    """Unsupported for a name or a header of CUDA's that the simulator lacks, else CompileError with the first lines."""
     for folder, instead in hidden.items():
         messages = messages.replace(folder, instead)
     messages = re.sub(r"(?m)(^|\s)\./", r"\1", _GENERATED.sub("", messages))
@@ -390,7 +344,7 @@ def _complaint(entry: str, messages: str, hidden: Mapping[str, str]) -> CompileE
 
 def _runtime(cxx: Compiler, folder: Path) -> Path:
     """The library of the simulator's own C++, which is never watched itself: compiled once for each compiler."""
-    flags, cuda = [*_flags(cxx, "fast", {}), "-g0"], CUDA.resolve()
+    flags, cuda = [*_flags("fast", {}), "-g0"], CUDA.resolve()
     path = folder / f"simulator-{_digest(cxx, flags)}.so"
 
     def make(here: Path) -> Path:
@@ -410,21 +364,12 @@ def _runtime(cxx: Compiler, folder: Path) -> Path:
     return _cached(path, path.name, make)
 
 
-# ---- the cache
-
-
 def _cached(path: Path, what: str, make: Callable[[Path], Path]) -> Path:
-    """Return the path of a file of the cache, which ends with the SHA-256 of the rest (linkers and loaders pass over
-    what follows the last section). Where it is not there, or not whole, `make` makes it in a temporary folder."""
-    content = path.read_bytes() if path.is_file() else b""
-    if not content or hashlib.sha256(content[:-32]).digest() != content[-32:]:
+    """Return the path of a file of the cache. Where it is not there, `make` makes it in a temporary folder."""
+    if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with _work_in(path.parent, what) as temporary:
-            made = make(temporary)
-            with made.open("r+b") as file:
-                digest = hashlib.sha256(file.read()).digest()
-                file.write(digest)
-            os.replace(made, path)
+            os.replace(make(temporary), path)
     return path
 
 
@@ -432,17 +377,13 @@ def _digest(cxx: Compiler, parts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for part in (cxx.path, cxx.version, platform.machine(), *parts):
         digest.update(part.encode() + b"\0")
-    for path in sorted(CUDA.iterdir()):
-        if path.suffix in (".h", ".cpp"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted([*CUDA.glob("*.h"), *CUDA.glob("*.cpp")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:20]
 
 
 @cache
-def _tool(*names: str) -> str | None:
-    """The path of the first of these programs that is there, the compiler's own before those on PATH."""
-    for name in names:
-        told = _run([compiler().path, f"-print-prog-name={name}"]).stdout.strip()
-        if found := shutil.which(told or name) or shutil.which(name):
-            return found
-    return None
+def _tool(name: str) -> str | None:
+    """The path of a program, the compiler's own before one on PATH."""
+    told = _run([compiler().path, f"-print-prog-name={name}"]).stdout.strip()
+    return shutil.which(told or name) or shutil.which(name)

@@ -1,8 +1,7 @@
 """The steps of one block, as the simulator recorded them, and the contents of every array after any of them.
 
-A step is one instruction of one warp. Warps take turns in the simulator at barriers and where their lanes
-exchange something; a GPU may run the steps of different warps in another order wherever nothing makes them wait.
-"""
+A step is one instruction of one warp. A GPU may run the steps of different warps in another order wherever nothing
+makes them wait."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ class Step:
     """One instruction of one warp; the tuples have an entry for each lane that takes part.
 
     kind: "read", "write", "atomic", "warp" (a shuffle, vote or ballot), "barrier", "watch" or, of the last, "fault".
-    line: where it stands; path: the calls that lead there from the kernel, outermost first. arrays: the name of each
-    lane's array; array: the one name, None where there are none or several. space: "global", "shared" or None. threads:
-    numbers within the block. elements: the first that a lane touches, in the flat array (None outside every array);
-    count: how many neighbours it touches (0: a part of one). values: what was read or is there now, numbers or a tuple
-    of `count` of them; what a warp operation gives; the watched value. name: what is watched, or the fault. absent: the
-    threads that the mask of a "warp" step names and that had left the kernel."""
+    line: where it stands; path: the calls that lead there, outermost first. arrays: the name of each lane's array;
+    array: the one name, None where there are none or several. space: "global", "shared" or None. threads: numbers
+    within the block. elements: the first that a lane touches, in the flat array (None outside every array); count: how
+    many neighbours it touches (0: a part of one). values: what was read or is there now; what a warp operation gives;
+    the watched value. name: what is watched, or the fault. absent: the threads that the mask of a "warp" step names and
+    that had left the kernel."""
 
     index: int
     warp: int
@@ -75,13 +74,8 @@ class Step:
             named = sorted({name for name in self.arrays if name})
             did += f" {' and '.join(named) or 'memory outside the arrays'}"
         else:
-            did += f" {self.array}{self.touched}{f' = {_number(self.values[0])}' if one else ''}"
+            did += f" {self.array}[{_elements(self.covered)}]{f' = {_number(self.values[0])}' if one else ''}"
         return f"warp {self.warp}{line}: {did}"
-
-    @property
-    def touched(self) -> str:
-        """Return which elements, in short: "[33..35]", "[0, 256, .., 7936]"."""
-        return f"[{_elements(self.covered)}]"
 
     @property
     def covered(self) -> tuple[int, ...]:
@@ -97,9 +91,8 @@ class Step:
 
 
 class LastTouch(NamedTuple):
-    """Who touched each element of an array last: flat arrays of thread and step, -1 where nobody did.
-
-    wrote: whether that was a write or an atomic; written: whether there has been one at all."""
+    """Who touched each element of an array last: flat arrays of thread and step, -1 where nobody did. wrote: whether
+    that was a write or an atomic; written: whether there has been one at all."""
 
     thread: np.ndarray
     step: np.ndarray
@@ -108,11 +101,8 @@ class LastTouch(NamedTuple):
 
 
 class State:
-    """The arrays after a step: state[name] is a masked array in the array's shape, bfloat16 as float32.
-
-    What is masked was never written: shared memory before its first write. Global arrays begin as at the
-    start of the launch; what other blocks write is not in them.
-    """
+    """The arrays after a step: state[name] is a masked array in the array's shape, bfloat16 as float32. What is masked
+    was never written. Global arrays begin as at the start of the launch; what other blocks write is not in them."""
 
     def __init__(self, trace: Trace, step: int) -> None:
         self.step, self._trace = step, trace
@@ -154,11 +144,9 @@ class State:
 
 
 class Trace(Sequence):
-    """The steps of one block, in order: trace[3], len(trace), or `.steps`.
-
-    arrays: by name. block_shape: threads in x, y and z. truncated: whether steps past the recorder's limit are missing.
-    fault: what stopped the block; its step is then the last one.
-    """
+    """The steps of one block, in order: trace[3], len(trace), or `.steps`. arrays: by name. block_shape: threads in x,
+    y and z. truncated: whether steps past the recorder's limit are missing. fault: what stopped the block; its step is
+    then the last one."""
 
     fault: Fault | None = None
 
@@ -173,8 +161,7 @@ class Trace(Sequence):
         truncated: bool = False,
     ) -> None:
         """From what the runtime recorded: a row for each step, with how many rows of `lanes` are its own (report.py).
-
-        lines: pc -> file, number, text, function; names: of the watches, which `name` of a step counts."""
+        lines: pc -> Line; names: of the watches, which `name` of a step counts."""
         self._all = arrays = list(arrays)  # two may have one name
         self.arrays, self.block_shape, self.truncated = {a.name: a for a in arrays}, tuple(block_shape), truncated
         owner = np.repeat(np.arange(len(steps)), steps["lanes"])
@@ -249,13 +236,11 @@ class Trace(Sequence):
         return State(self, step)
 
     def array(self, name: str) -> Array:
-        """One of `arrays`. Raises InputError for another name."""
         if name not in self.arrays:
             raise InputError(f"array is {name!r}; this trace has {', '.join(self.arrays) or 'none'}")
         return self.arrays[name]
 
     def size(self, array: str) -> int:
-        """The number of an array's elements."""
         return math.prod(self.array(array).shape)
 
     def touching(self, array: str) -> list[Step]:
@@ -279,7 +264,6 @@ class Trace(Sequence):
 
     @cached_property
     def watches(self) -> list[Step]:
-        """The steps that say what a watched expression is."""
         return [step for step in self.steps if step.kind == "watch"]
 
     @cached_property
@@ -307,17 +291,12 @@ class Trace(Sequence):
         return found
 
 
-# ---- decoding ----
-
-
 def _absent(warp: int, lanes: np.ndarray, threads: int) -> tuple[int, ...]:
-    """The threads of a block of `threads` whose bits stand beside the result of a warp-wide operation."""
     bits = int(np.bitwise_or.reduce(np.ascontiguousarray(lanes["value"][:, 8:12]).view("<u4").reshape(-1)))
     return tuple(thread for thread in range(32 * warp, min(32 * warp + 32, threads)) if bits >> thread % 32 & 1)
 
 
 def _values(steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray, arrays: list) -> list:
-    """The value of each lane as numbers, decoded together where they are of one sort."""
     found: list = [None] * len(lanes)
     sorts = np.stack([steps["kind"][owner], steps["size"][owner], lanes["array"]], 1)
     for kind, size, number in np.unique(sorts, axis=0):
@@ -336,7 +315,6 @@ def _values(steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray, arrays: lis
 
 
 def _changes(number: int, steps: np.ndarray, owner: np.ndarray, lanes: np.ndarray) -> tuple:
-    """(place, byte, step) of every byte that the steps wrote to one array, in their order."""
     chosen = np.flatnonzero(np.isin(steps["kind"][owner], (1, 2)) & (lanes["array"] == number))
     sizes = steps["size"][owner[chosen]]
     within = np.arange(lanes["value"].shape[1])[None] < sizes[:, None]
@@ -348,9 +326,6 @@ def _decoded(bytes_: np.ndarray, dtype) -> np.ndarray:
     if str(dtype) == "bfloat16":  # the upper half of a float
         return (bytes_.view("<u2").astype(np.uint32) << 16).view(np.float32)
     return bytes_.view(np.dtype(dtype))
-
-
-# ---- words ----
 
 
 def _number(value) -> str:

@@ -6,13 +6,10 @@
     before = switch(model, adapter)       # writes them; returns the values that stood there
     switch(model, before)                 # the very bits of before
 
-Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training, masks and saving are peft's
-(peft.ShiraConfig). peft merges by adding differences and unmerges by subtracting them, which leaves the rounding of
-both in the weights. Here the values that are overwritten are kept instead: as many as the adapter has.
-
-A layer of `sparsify` reads the model's own parameters, and needs nothing else, unless its neurons were put in another
-order, which adapters do not fit. Layers that own another representation (INT8, 2:4, blocks) do not follow what is
-written."""
+Method: Bhardwaj et al., "Sparse High Rank Adapters", arXiv 2406.13175. Training, masks and saving are peft's. It merges
+by adding differences and unmerges by subtracting them, which leaves the rounding of both in the weights; here the
+values that are overwritten are kept instead. Layers of `sparsify` that own another representation (INT8, 2:4, blocks)
+do not follow what is written."""
 
 from __future__ import annotations
 
@@ -30,9 +27,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Change(NamedTuple):
-    """New values for some weights of one matrix.
-
-    places: int64 [n], row * columns + column, each once. values: [n], of the weight's dtype. shape: of the matrix."""
+    """New values for some weights of one matrix: places, int64 [n], row * columns + column, each once; values, [n], of
+    the weight's dtype; shape, of the matrix."""
 
     places: Tensor
     values: Tensor
@@ -43,9 +39,8 @@ Adapter = dict[str, Change]  # what an adapter makes of a model's parameters, by
 
 
 def of_peft(model: nn.Module, name: str = "default") -> Adapter:
-    """Return what one SHiRA adapter of a peft model makes of the base model's weights: W + scaling * difference,
-    rounded to W's dtype once, by the names that the parameters have once peft's layers are gone (`unload`). InputError
-    for a model without an unmerged SHiRA adapter of this name."""
+    """Return what a SHiRA adapter of a peft model makes of the base model's weights: W + scaling * difference, rounded
+    once, by the parameters' names without peft's layers. InputError for a model without one of this name, unmerged."""
     check_model(model)
     changes, inner = {}, model
     while type(inner).__module__.partition(".")[0] == "peft":  # a PeftModel holds a tuner, and that the model
@@ -68,9 +63,8 @@ def of_peft(model: nn.Module, name: str = "default") -> Adapter:
 
 @torch.no_grad()
 def switch(model: nn.Module, adapter: Adapter) -> Adapter:
-    """Write an adapter's values into a model, in place. Returns what stood there, which is an adapter, too.
-
-    Nothing is computed, so the adapter belongs to the weights that it was made from: before another one, switch back.
+    """Write an adapter's values into a model, in place. Returns what stood there, which is an adapter, too. It belongs
+    to the weights that it was made from: before another one, switch back.
 
     model: dense, or with layers that `sparsify` swapped; peft's own layers gone (`unload`). InputError, with nothing
     written, for layers whose neurons lie in another order, and for a parameter that the model does not have, or has in
@@ -98,8 +92,7 @@ def switch(model: nn.Module, adapter: Adapter) -> Adapter:
 
 
 def drawn(model: nn.Module, share: float = 0.02, *, seed: int = 0) -> Adapter:
-    """Return an adapter that writes random values to random places of all matrices: for measurements. share: of each
-    matrix's weights, below 1, else InputError."""
+    """Return an adapter of random values in random places, this share of each matrix. InputError from 1 on."""
     draw, changes = torch.Generator().manual_seed(seed), {}
     for name, weight in model.named_parameters():
         if weight.dim() == 2:

@@ -1,14 +1,13 @@
 """Block sparsity: whole blocks of a weight are zero, so that the others are small dense products for tensor cores.
 
-    prune(model, mask=lambda weight: block_mask(weight, 0.9, 32))    # sparsities.prune; what is left trains on
+    prune(model, mask=lambda weight: block_mask(weight, 0.9, 32))    # sparsities.magnitude; what is left trains on
     fast = BlockOperand(to_bsr(weight, 32))    # ops.blocks: our kernel, for weights of 16 bits on a GPU
     y = fast(x)                                # x weight^T; F.linear(x, to_bsr(weight, 32)) is torch's own
     tl.sparsify(model, "blocks")               # as a path of feed-forward layers, or tl.plan(..., paths=["blocks"])
 
 Method: Narang et al., arXiv 1711.02782 (pruning by the size of blocks); Gray et al., "GPU kernels for block-sparse
-weights", 2017. **2:4 inside blocks** (`nested_mask`) is a pattern to prune to, and no faster than blocks. Weights that
-were pruned one by one have few empty blocks; `group_columns` puts columns beside each other whose zeros lie in the same
-rows (Labini et al., arXiv 2202.05868), and `empty_share` says what it was worth."""
+weights", 2017. Weights that were pruned one by one have few empty blocks; `group_columns` puts columns beside each
+other whose zeros lie in the same rows (Labini et al., arXiv 2202.05868), and `empty_share` says what it was worth."""
 
 from __future__ import annotations
 
@@ -29,9 +28,8 @@ from .two_four import two_four_mask
 
 Size = int | tuple[int, int]
 
-SMALLEST, LARGEST = 16, 128
+SMALLEST, LARGEST, _SIZES = 16, 128, (128, 64, 32, 16)
 LEAST_EMPTY = 0.5  # of a projection's blocks, for it to be multiplied block by block
-_SIZES = (128, 64, 32, 16)
 _NEARLY = 1.1  # the largest blocks whose filled area is at most this many times that of the smallest are taken
 
 
@@ -49,10 +47,8 @@ def _cut(matrix: Tensor, size: Size) -> Tensor:
 
 
 def block_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
-    """Keep the blocks whose sum of squares is largest: bool [out, in], True for what is kept. Exactly round(sparsity *
-    blocks) blocks go; of equal sums, in float64, the last in row order.
-
-    weight: [out, in], finite. sparsity: from 0 up to, but not, 1. size: of a block: one number for a square, or (rows,
+    """Keep the blocks whose sum of squares is largest, of equal ones the first: bool [out, in], True for what is kept.
+    Exactly round(sparsity * blocks) go. weight: [out, in], finite. size: of a block: one number for a square, or (rows,
     columns); 16 to 128, and divisors of out and in. InputError for others."""
     blocks = _cut(checked_weight(weight), size)
     norms = torch.linalg.vector_norm(blocks, dim=(2, 3), dtype=torch.float64)
@@ -61,8 +57,8 @@ def block_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
 
 
 def nested_mask(weight: Tensor, sparsity: float, size: Size = 32) -> Tensor:
-    """Keep the two largest of each four neighbours in a row (`two_four_mask`), and of the blocks those in which
-    most is left (`block_mask`, whose arguments, result and errors these are; sparsity: of the blocks)."""
+    """Keep the two largest of each four neighbours in a row, and of the blocks those in which most is left: a pattern
+    to prune to, no faster than blocks. Arguments, result and errors are those of `block_mask`."""
     kept = two_four_mask(weight)
     return kept & block_mask(checked_weight(weight).masked_fill(~kept, 0), sparsity, size)
 
@@ -74,19 +70,16 @@ def _used(matrix: Tensor, size: Size) -> Tensor:
 
 
 def empty_share(matrix: Tensor, size: Size = 32) -> float:
-    """Return the share of the blocks of a weight or mask [rows, columns] that hold zeros alone, which a block-sparse
-    product may skip. InputError for sizes as `block_mask`, and for what is no dense matrix."""
+    """Return the share of the blocks of a weight or mask [rows, columns] that hold zeros alone. InputError as of
+    `block_mask`, and for what is no dense matrix."""
     return 1 - _used(matrix, size).any(3).any(2).double().mean().item()
 
 
 def group_columns(matrix: Tensor, size: Size = 32) -> Tensor:
     """Find an order of the columns that leaves more blocks empty, greedily: int64 [columns], their own where none does.
     weight[:, order] takes x[..., order]. Arguments and errors as `empty_share`. Its time grows with the square of the
-    columns.
-
-    Each block of columns begins with the column, of those left, that has values in the most blocks of rows; it is
-    filled with those that need the fewest blocks of rows more, of these with what needs the most of those that are
-    needed already; of equal ones the first."""
+    columns. Each block of columns begins with the column, of those left, that has values in the most blocks of rows; it
+    is filled with those that need the fewest blocks of rows more, of these with what shares the most."""
     needs = _used(matrix, size).any(2).double()  # [blocks of rows, blocks of columns, columns of a block]
     wide = needs.shape[2]
     needs = needs.flatten(1).cpu()
@@ -125,10 +118,8 @@ class Blocks(Products):
     def product(self, weight: Tensor) -> Product:
         size, share = fitting(weight)
         if share > 1 - LEAST_EMPTY:
-            raise InputError(
-                f"{1 - share:.1%} of the weight's blocks of {size} x {size} are empty; at least {LEAST_EMPTY:.0%} are "
-                "accepted (block_mask)"
-            )
+            found = f"{1 - share:.1%} of the weight's blocks of {size} x {size} are empty"
+            raise InputError(f"{found}; at least {LEAST_EMPTY:.0%} are accepted (block_mask)")
         blocks = to_bsr(weight, size)
         capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else kernel.OLDEST
         by_kernel = weight.dtype in kernel.DTYPES and capability >= kernel.OLDEST
@@ -136,7 +127,7 @@ class Blocks(Products):
 
 
 def fitting(weight: Tensor) -> tuple[int, float]:
-    """Return the largest squares of 16 to 128 that leave nearly as much of a weight empty as small ones, and the share
+    """Return the size of the largest squares that leave nearly as much of a weight empty as small ones, and the share
     of them that is filled."""
     sizes = [size for size in _SIZES if not any(n % size or not n for n in weight.shape)]
     if not sizes:

@@ -51,13 +51,12 @@ def checked_linear(module: nn.Module) -> nn.Linear:
     return module
 
 
-def check_gpu(name: str, device: torch.device, oldest: tuple[int, int], what: str) -> None:
-    """Raise DeviceError unless the device of this argument is a GPU of this compute capability or a newer one, which
-    have `what`."""
+def check_gpu(device: torch.device, oldest: tuple[int, int], what: str) -> None:
+    """Raise DeviceError unless a weight's device is a GPU of this compute capability or newer, which have `what`."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability is None or capability < oldest:
         where = "a CPU" if capability is None else "a GPU of compute capability {}.{}".format(*capability)
-        raise DeviceError(f"{name} is on {where}; GPUs of {oldest[0]}.{oldest[1]} and newer have {what}")
+        raise DeviceError(f"the weight is on {where}; GPUs of {oldest[0]}.{oldest[1]} and newer have {what}")
 
 
 @contextmanager

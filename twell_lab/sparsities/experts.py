@@ -3,28 +3,27 @@
     layer = ExpertsLayer(d_model, d_ff, experts=8, top_k=2)     # a Mixtral block, from random weights
     layer.experts.way = "loop"                                  # or "grouped" (at first), or "padded"
 
-Method: Shazeer et al., arXiv 1701.06538; the router is that of Mixtral (Jiang et al., arXiv 2401.04088). All ways give
-the same result:
+Method: Shazeer et al., arXiv 1701.06538; router and weights are those of Mixtral (Jiang et al., arXiv 2401.04088),
+whose block's state loads. Tokens are sorted by expert, and all ways give the same result:
 
-- "loop": one expert after the other, each for its tokens, sorted by expert. The host has to know how many each has.
-- "grouped": torch's grouped product multiplies every group of the sorted tokens by its own weight in one launch
+- "loop": one expert after the other. The host has to know how many tokens each has.
+- "grouped": torch's grouped product multiplies every group of tokens by its own weight in one launch
   (torch.nn.functional.grouped_mm; MegaBlocks, Gale et al., arXiv 2211.15841), and nothing waits (`takes_grouped`).
 - "padded": each expert's tokens are filled up to those of the busiest one, and torch.bmm runs.
-
-Weights lie as in transformers' MixtralSparseMoeBlock, whose state loads, and `tl.sparsify` swaps the experts one by
-one."""
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError
-from .checks import check_count, shown
+from ..ops import checks
+from .checks import check_count
 
 WAYS = ("grouped", "loop", "padded")
 ACTIVATIONS = {"silu": nn.SiLU, "relu": nn.ReLU}
@@ -32,9 +31,9 @@ _grouped_mm = getattr(F, "grouped_mm", None)  # from torch 2.10 on
 
 
 def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product is called for rows [rows, in] and a weight [experts, out, in]: torch 2.10
-    or newer; on a GPU bfloat16, from compute capability 8.0 on; on a CPU float32 and 16 bits, and bfloat16 alone in
-    compiled code; rows of multiples of 16 bytes on either side."""
+    """Return whether torch's grouped product takes rows [rows, in] and a weight [experts, out, in]: torch 2.10 or
+    newer; bfloat16, on GPUs from 8.0 on; on a CPU, but for compiled code, float32 and float16, too; in and out of
+    multiples of 16 bytes."""
     few = rows.is_cuda or torch.compiler.is_compiling()
     dtypes = (torch.bfloat16,) if few else (torch.bfloat16, torch.float16, torch.float32)
     if _grouped_mm is None or rows.dtype not in dtypes or weight.dtype != rows.dtype or not weight[0].numel():
@@ -47,7 +46,7 @@ def takes_grouped(rows: Tensor, weight: Tensor) -> bool:
 
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort choices [tokens, top_k] by expert. Return their places before, experts and tokens, and where each
-    expert's end, int32 [experts]. The number `experts` is nobody's."""
+    expert's end, int32 [experts]."""
     flat = chosen.reshape(-1)
     order = flat.argsort(stable=True)
     ends = torch.searchsorted(flat[order], torch.arange(experts, device=chosen.device), right=True)
@@ -56,14 +55,11 @@ def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Ten
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, loop: bool = False) -> Tensor:
     """Return rows [rows, in], sorted by expert, each times the weight of its expert [experts, out, in], transposed.
-
-    ends: int32 [experts], where each expert's rows end; what lies past the last is anything. loop: one product after
-    the other, also where there is a grouped one."""
+    ends: int32 [experts], where each expert's rows end. loop: whether also where there is a grouped product."""
     if not loop and len(rows) and takes_grouped(rows, weight):
         return _grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     stops = ends.tolist()
-    parts = [F.linear(rows[start:end], one) for start, end, one in zip([0, *stops], stops, weight)]
-    return torch.cat([*parts, rows.new_zeros(len(rows) - stops[-1], weight.shape[1])])
+    return torch.cat([F.linear(rows[start:end], one) for start, end, one in zip([0, *stops], stops, weight)])
 
 
 class Experts(nn.Module):
@@ -87,52 +83,31 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of what the experts of each token give, weighted: [tokens, d_model], in x's dtype.
 
-        x: [tokens, d_model], in the parameters' dtype. chosen: int64 [tokens, top_k]; a number that no expert has adds
-        nothing. weights: [tokens, top_k]. InputError for others, and another way."""
-        experts, d_model = self.down_proj.shape[:2]
-        top_k = chosen.shape[-1] if chosen.dim() == 2 else 0
-        shapes = x.shape == (len(chosen), d_model) and weights.shape == chosen.shape and top_k
-        dtypes = (x.dtype, chosen.dtype) == (self.down_proj.dtype, torch.int64) and weights.is_floating_point()
-        if not shapes or not dtypes:
-            raise InputError(
-                f"x, chosen and weights are {', '.join(map(shown, (x, chosen, weights)))}; {self.down_proj.dtype} "
-                f"[tokens, {d_model}], int64 [tokens, top_k] and floating-point [tokens, top_k] are accepted"
-            )
+        x: [tokens, d_model], in the parameters' dtype. chosen: int64 [tokens, top_k], of experts that there are.
+        weights: [tokens, top_k]. InputError for another way."""
         if self.way not in WAYS:
             raise InputError(f"way is {self.way!r:.80}; accepted: {', '.join(WAYS)}")
-        somebody = (chosen >= 0) & (chosen < experts)
-        order, of, token, ends = by_expert(torch.where(somebody, chosen, experts), experts)
-        rows = x[token]
-        if rows.requires_grad:  # what is nobody's gets no gradient, whatever the products left past the last end
-            rows = torch.where((of < experts)[:, None], rows, 0)
-        y = self._padded(rows, of, ends) if self.way == "padded" else self._in_groups(rows, ends)
-        back = y[order.argsort()].view(*chosen.shape, d_model)
-        share = torch.where(somebody, weights, 0)[..., None]
-        return (torch.where(somebody[..., None], back, 0) * share).sum(1).to(x.dtype)
+        order, of, token, ends = by_expert(chosen, len(self.down_proj))
+        if self.way == "padded":
+            y = self._padded(x[token], of, ends)
+        else:
+            linear = partial(grouped_linear, ends=ends, loop=self.way == "loop")
+            y = linear(self._hidden(linear(x[token], self.gate_up_proj)), self.down_proj)
+        back = y[order.argsort()].view(*chosen.shape, x.shape[1])
+        return (back * weights[..., None]).sum(1).to(x.dtype)
 
     def _hidden(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
-    def _in_groups(self, rows: Tensor, ends: Tensor) -> Tensor:
-        linear = partial(grouped_linear, ends=ends, loop=self.way == "loop")
-        return linear(self._hidden(linear(rows, self.gate_up_proj)), self.down_proj)
-
     def _padded(self, rows: Tensor, of: Tensor, ends: Tensor) -> Tensor:
         """Rows, sorted, of experts `of`, which end at `ends`. Waits for the largest number of rows of one expert."""
-        experts = len(ends)
         starts = F.pad(ends, (1, 0)).long()
         capacity = int(starts.diff().max())
         place = of * capacity + torch.arange(len(rows), device=rows.device) - starts[of]
-        place = torch.where(of < experts, place, experts * capacity)  # one row more, for what is nobody's
-        padded = rows.new_zeros(experts * capacity + 1, rows.shape[1]).index_copy(0, place, rows)
-        hidden = self._hidden(padded[:-1].view(experts, capacity, rows.shape[1]) @ self.gate_up_proj.transpose(1, 2))
-        y = (hidden @ self.down_proj.transpose(1, 2)).flatten(0, 1)
-        return F.pad(y, (0, 0, 0, 1))[place]
-
-    def extra_repr(self) -> str:
-        experts, d_model, d_ff = self.down_proj.shape
-        return f"experts={experts}, d_model={d_model}, d_ff={d_ff}, way={self.way!r}"
+        padded = rows.new_zeros(len(ends) * capacity, rows.shape[1]).index_copy(0, place, rows)
+        hidden = self._hidden(padded.view(len(ends), capacity, rows.shape[1]) @ self.gate_up_proj.transpose(1, 2))
+        return (hidden @ self.down_proj.transpose(1, 2)).flatten(0, 1)[place]
 
 
 class ExpertsLayer(nn.Module):
@@ -158,3 +133,36 @@ class ExpertsLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         return self.experts(rows, *self.route(rows)).view(x.shape)
+
+
+class Routing(NamedTuple):
+    """y: [tokens, d_model]. work: the share of the dense layer's multiply-adds of up and down that was left."""
+
+    y: Tensor
+    work: float
+
+
+def routed_by_firing(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, hot: int, grain: int) -> Routing:
+    """Compute a ReLU-gated layer with its neurons as experts: the first `hot` for all tokens, groups of `grain` others
+    for the tokens for which one of theirs fires, so that the result is the dense layer's. Grain 1 is the hot/cold split
+    of this project; grain d_ff - hot is one cold expert. The host waits at each group.
+
+    x: [tokens, d_model]; gate, up: [d_ff, d_model]; down: [d_model, d_ff]. InputError for other shapes, a `hot` that is
+    not from 0 to d_ff, and a grain that is not from 1 up."""
+    x, gate, up, down, *_ = checks.check_layer(x, gate, up, down)
+    d_ff = len(gate)
+    if x.dim() != 2 or type(hot) is not int or not 0 <= hot <= d_ff:
+        raise InputError(f"x is {list(x.shape)} and hot {hot!r:.80}; [tokens, d_model] and 0 to {d_ff} are accepted")
+    check_count("grain", grain)
+    fires = F.linear(x, gate).relu()
+
+    def group(neurons: slice, rows: Tensor | slice) -> Tensor:
+        return F.linear(fires[rows, neurons] * F.linear(x[rows], up[neurons]), down[:, neurons])
+
+    y, done = group(slice(hot), slice(None)), hot * len(x)
+    for first in range(hot, d_ff, grain):
+        neurons = slice(first, min(first + grain, d_ff))
+        rows = (fires[:, neurons] != 0).any(1).nonzero()[:, 0]
+        y = y.index_add(0, rows, group(neurons, rows))
+        done += len(rows) * (neurons.stop - first)
+    return Routing(y, done / max(1, d_ff * len(x)))

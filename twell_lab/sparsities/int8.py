@@ -3,10 +3,10 @@
     with torch.no_grad():                                  # it has no gradient
         y = int8_linear(x, quantise(layer.weight), layer.bias)
     tl.sparsify(model, "int8")                             # as a path of feed-forward layers
+    tl.sparsify(model, "twell_int8")                       # the TwELL path, its rows of up and down as INT8
 
 torch's operations (torch._int_mm, and two that scale) write and read the int32 sums. `ops.int8` scales them where they
-are, on GPUs from sm_80 on, for results of 16 bits and widths of multiples of 16, outside of compiled code. **2:4 with
-INT8**: a zero stays a zero when it is quantised; `two_four_int8` multiplies with such a weight by cuSPARSELt."""
+are, on GPUs from sm_80 on, for results of 16 bits and widths of multiples of 16, outside of compiled code."""
 
 from __future__ import annotations
 
@@ -16,27 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import DeviceError, InputError
-from ..cuda.launch import capability, layout, run
+from ..core import InputError
+from ..cuda.launch import Buffer, Call, capability, layout, run
 from ..layers.parts import Weights
+from ..layers.paths.path import Converted
 from ..ops import int8 as kernels
 from ..ops.activation import RELU
-from .checks import check_gpu
-from .products import Product, Products, tried
+from ..ops.pack import pack
+from .products import Product, Products, hidden_of, spoilt, tried
 from .quantised import Rows, flattened, quantise, round_tokens
-from .two_four import check_two_four
 
 MOST_COLUMNS = 2**31 // (127 * 127) - 1  # that an int32 sum of products holds
 
 
 def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None, *, apart: bool = False) -> Tensor:
-    """Return x W^T + bias by an INT8 product, whose sums are int32: x [..., columns], one scale a token, -> [...,
-    rows].
-
-    By the kernel of ops.int8 where that takes it, else, or where it is asked for `apart`, by torch._int_mm and two
-    operations that scale. Of a row of x that is not finite the result is NaN. On a GPU: rows and columns multiples of
-    8. InputError for other rows than INT8, more than MOST_COLUMNS columns, other shapes, and where a gradient is
-    needed."""
+    """Return x W^T + bias by an INT8 product, whose sums are int32, with one scale a token: x [..., columns] -> [...,
+    rows]. By the kernel of ops.int8 where that takes it, else, or where it is asked for `apart`, by torch._int_mm and
+    two operations that scale. Of a row of x that is not finite the result is NaN. On a GPU: multiples of 8. InputError
+    for other rows, more than MOST_COLUMNS columns, other shapes, and where a gradient is needed."""
     flat = flattened(x, rows, torch.int8, bias)
     if flat.shape[1] > MOST_COLUMNS:
         raise InputError(f"x has {flat.shape[1]} columns; up to {MOST_COLUMNS} are accepted, whose sum int32 holds")
@@ -44,27 +41,22 @@ def int8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None, *, apart: boo
     if not apart and has_kernel(short.values, weight, flat.dtype):
         y = run(kernels.product, *short, weight, flat.dtype, len(flat))
     else:
-        y = _scaled(_sums(short.values, rows.values)[: len(flat)], short, rows, flat.dtype, bias)
+        values, others = short.values, rows.values
+        if others.shape[1] == 1:  # of which torch 2.13's product on a CPU is wrong
+            values, others = F.pad(values, (0, 1)), F.pad(others, (0, 1))
+        y = _scaled(torch._int_mm(values, others.t())[: len(flat)], short, rows, flat.dtype, bias)
     return y.view(*x.shape[:-1], len(rows.values))
 
 
 def has_kernel(values: Tensor, weight: kernels.Weight, dtype: torch.dtype) -> bool:
-    """Return whether the kernel of ops.int8 multiplies int8 rows [tokens, in] with this weight to a result of
-    `dtype`."""
+    """Return whether the kernel of ops.int8 multiplies int8 rows [tokens, in] with this weight to such a result."""
     if not values.is_cuda or type(values) is not Tensor or torch.compiler.is_compiling():
         return False
     return kernels.takes(layout(values), kernels.Weight(*map(layout, weight)), dtype, capability(values.device.index))
 
 
-def _sums(values: Tensor, weight: Tensor) -> Tensor:
-    if weight.shape[1] == 1:  # of which torch 2.13's product on a CPU is wrong
-        values, weight = F.pad(values, (0, 1)), F.pad(weight, (0, 1))
-    return torch._int_mm(values, weight.t())
-
-
 def _scaled(sums: Tensor, tokens: Rows, weights: Rows, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """Return int32 sums times the scales of tokens and weights, plus the bias, rounded once, in two operations: the
-    first reads them as they are and writes float32, the second writes `dtype`."""
+    """Return int32 sums times the scales of tokens and weights, plus the bias, rounded once, in two operations."""
     first = torch.mul(sums, tokens.scale[: len(sums), None])
     y = torch.empty_like(first, dtype=dtype)
     if bias is None:
@@ -72,29 +64,7 @@ def _scaled(sums: Tensor, tokens: Rows, weights: Rows, dtype: torch.dtype, bias:
     return torch.addcmul(bias.float(), first, weights.scale, out=y)
 
 
-def packed_two_four(rows: Rows) -> Tensor:
-    """Return INT8 rows that are 2:4 as cuSPARSELt multiplies them: half of the values, and their places. InputError for
-    rows that are not 2:4 or no multiples of 32; DeviceError where there is no cuSPARSELt."""
-    check_two_four(rows.values.half())
-    if any(n % 32 for n in rows.values.shape):
-        raise InputError(f"the rows are {list(rows.values.shape)}; multiples of 32 are accepted")
-    check_gpu("the weight", rows.values.device, kernels.OLDEST, "2:4 products of INT8 (cuSPARSELt)")
-    if not torch.backends.cusparselt.is_available():
-        raise DeviceError("this build of torch has no cuSPARSELt; one that has it is accepted")
-    return torch._cslt_compress(rows.values)
-
-
-def two_four_int8(x: Tensor, rows: Rows, packed: Tensor) -> Tensor:
-    """Return x W^T for INT8 rows that are 2:4, by cuSPARSELt's product: x [..., columns] -> [..., rows], one scale a
-    token; two operations scale the int32 sums. packed: `packed_two_four(rows)`. Raises as `int8_linear`."""
-    flat = flattened(x, rows, torch.int8)
-    short = round_tokens(flat, torch.int8)
-    values = F.pad(short.values, (0, 0, 0, -len(short.values) % 32))
-    sums = torch._cslt_sparse_mm(packed, values.t(), out_dtype=torch.int32)
-    return _scaled(sums.t()[: len(flat)], short, rows, x.dtype, None).view(*x.shape[:-1], len(rows.values))
-
-
-# ---- as a path
+# ---- as paths
 
 
 class Int8(Products):
@@ -116,10 +86,8 @@ class Int8(Products):
         if not weights.up.is_cuda or weights.gate is None or weights.gate is weights.up or None in products:
             return products, None
         rows = tuple(product.keywords["rows"] for product in products)
-        near = (
-            has_kernel(part.values, kernels.Weight(part.values, part.scale, bias), weights.up.dtype)
-            for part, bias in zip(rows, weights[3:])
-        )
+        given = [kernels.Weight(part.values, part.scale, bias) for part, bias in zip(rows, weights[3:])]
+        near = (has_kernel(part.values, weight, weights.up.dtype) for part, weight in zip(rows, given))
         return products, rows if all(near) else None
 
     def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: tuple) -> Tensor:
@@ -128,3 +96,46 @@ class Int8(Products):
             return super().compute(layer, x, weights, products)
         given = (kernels.Weight(part.values, part.scale, bias) for part, bias in zip(whole, weights[3:]))
         return run(kernels.layer, rows.contiguous(), *given).view(x.shape)
+
+
+@torch.no_grad()
+def rows_product(
+    x: Tensor, first: Tensor, up: Rows | None, down: Rows, up_bias: Tensor | None, down_bias: Tensor | None
+) -> Tensor:
+    """Return y = (first * (x up^T + up_bias)) down + down_bias, or without up first down + down_bias, [tokens,
+    d_model], in x's dtype; NaN where a row of x is not finite. Sums are float32, rounded once. first: [tokens, d_ff],
+    the gate after the activation. up: INT8 rows [d_ff, d_model], one a neuron. down: the same of down transposed."""
+    wide_up, wide_down = (None if bias is None else bias.float() for bias in (up_bias, down_bias))
+    hidden = first.float() if up is None else first.float() * F.linear(x.float(), up.dense(), wide_up)
+    return spoilt(F.linear(hidden, down.dense().t(), wide_down), x).to(x.dtype)
+
+
+def _packed(call: Call, x: Buffer, first: Buffer, up, down, up_bias, down_bias, tile: int, words: int, signed: bool):
+    packed = pack(call, first, tile, words, signed=signed)
+    return kernels.gated_int8(call, x, packed, first, up, down, up_bias, down_bias, tile, signed=signed)
+
+
+class TwellInt8(Converted):
+    """The TwELL path with INT8 rows of up and down (`rows_product`), half the bytes of 16 bits. Lossy: what fires is
+    exact, what it adds is not. With a ReLU on up (dReLU) it computes densely. The layer owns the rows."""
+
+    name = "twell_int8"
+    exact = False
+
+    def make(self, weights: Weights) -> tuple[Rows | None, Rows]:
+        return None if weights.gate is None else quantise(weights.up), quantise(weights.down.t())
+
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: tuple[Rows | None, Rows]) -> Tensor:
+        gate, up, down, gate_bias, up_bias, down_bias = weights
+        acts, rows = layer.acts, x.reshape(-1, x.shape[-1])
+        first = F.linear(rows, up, up_bias) if gate is None else F.linear(rows, gate, gate_bias)
+        if acts.both:
+            hidden = hidden_of(first, F.linear(rows, up, up_bias), weights, acts)
+            return F.linear(hidden, down, down_bias).view(x.shape)
+        up_bias = None if gate is None else up_bias
+        if not x.is_cuda:
+            return rows_product(rows, acts.applied(first), *form, up_bias, down_bias).view(x.shape)
+        first = first if acts == RELU else acts.applied(first)  # the kernels ask whether it is positive
+        of_up, of_down = (None if part is None else kernels.Weight(*part) for part in form)
+        given = (rows.contiguous(), first, of_up, of_down, up_bias, down_bias)
+        return run(_packed, *given, layer.tile, layer.words, acts.falls_back).view(x.shape)

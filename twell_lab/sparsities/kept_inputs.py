@@ -4,10 +4,9 @@
     model = tl.sparsify(model, "kept_inputs")         # or without a name: each layer then decides by time
 
 TEAL (Liu et al., arXiv 2408.14690; models.thresholds puts it on a model) zeroes the small inputs of gate and up, and of
-down. An input meets a column of the weight, so all three weights are stored by their columns. From more than
-ops.kept_inputs.FEW tokens on, on a CPU and where gradients are needed the layer is dense, with the same zeros: what is
-lossy is the layer, not the path. WINA's thresholds differ by column, which the kernel does not know: torch's operations
-zero what enters it, and it skips zeros. In compiled code it is two operators."""
+down. For more than ops.kept_inputs.FEW tokens, on a CPU and where gradients are needed the layer is dense, with the
+same zeros: what is lossy is the layer, not the path. WINA's thresholds differ by column, which the kernel does not
+know: torch's operations zero what enters it, and it skips zeros."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from ..ops import kept_inputs
 
 
 class KeptInputs(Path):
-    """Two launches: gate and up together, then down."""
+    """Two launches: gate and up together, then down. An input meets a column of the weight, so all lie by columns."""
 
     name = "kept_inputs"
     packs = False
@@ -58,14 +57,9 @@ class KeptInputs(Path):
         return call.bind(*weights)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        """As many of a token's inputs are taken to be kept as of its hidden values, which are what a profile counts."""
         firing, rates = work.firing, work.rates
+        # As many of a token's inputs are taken to be kept as of its hidden values, which are what a profile counts.
         touched = (1 - (1 - firing.frequency).clamp(min=0) ** work.tokens).mean().item()
-        read = work.gemms * firing.d_ff * firing.d_model * work.itemsize * touched
-        return {
-            "gemm": 0.0,
-            "rows": read / rates.bandwidth,
-            "memory": 2 * work.tokens * (firing.d_ff + firing.d_model) * work.itemsize / rates.bandwidth,
-            "launches": 2 * rates.launch,
-            "lost": 0.0,
-        }
+        read = work.gemms * firing.d_ff * firing.d_model * work.itemsize * touched / rates.bandwidth
+        memory = 2 * work.tokens * (firing.d_ff + firing.d_model) * work.itemsize / rates.bandwidth
+        return {"gemm": 0.0, "rows": read, "memory": memory, "launches": 2 * rates.launch, "lost": 0.0}

@@ -3,29 +3,27 @@
     tiles = find_microtiles(h)          # h [tokens, d_ff]: which neurons fire in each 32 tokens, and their values
     y = product(tiles, down_t)          # h down_t [tokens, d_model]; down_t [d_ff, d_model], kept transposed
 
-Method: Zheng et al., "PIT: Optimization of Dynamic Sparse Deep Learning Models via Permutation Invariant
-Transformation", SOSP 2023, arXiv 2301.10936. The sum over k in c = a b may be taken in any order, so of a stripe of 32
-rows of a, the columns that hold anything, micro-tiles of 32 x 1, are gathered into dense tiles. They meet the same rows
-of b, and the result is the stripe of c, in place. CUDA graphs hold both functions, torch.compile neither."""
+Method: Zheng et al., "PIT", SOSP 2023, arXiv 2301.10936. The sum over k in c = a b may be taken in any order, so of a
+stripe of 32 rows of a, the columns that hold anything, micro-tiles of 32 x 1, are gathered into dense tiles. They meet
+the same rows of b, and the result is the stripe of c, in place. CUDA graphs hold both functions, torch.compile
+neither."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import InputError
 from ..cuda.launch import capability, layout, run
-from ..formats.matrix import Format, as_matrix
+from ..formats.matrix import as_matrix
 from ..ops import microtiles as kernels
 from ..ops.checks import needs_gradient
 from .checks import check_count
 
 
-@dataclass(frozen=True, eq=False)
-class MicroTiles(Format):
+class MicroTiles(NamedTuple):
     """A matrix as stripes of `height` rows, of each the columns that hold a value that is not zero.
 
     counts: int32 [stripes], how many micro-tiles each stripe has. columns: int32 [stripes, width], their columns,
@@ -37,9 +35,6 @@ class MicroTiles(Format):
     values: Tensor
     shape: tuple[int, int]
 
-    def geometry(self) -> tuple:
-        return (self.shape, self.height)
-
     @property
     def height(self) -> int:
         """Rows of a micro-tile, and of a stripe."""
@@ -50,21 +45,11 @@ class MicroTiles(Format):
         """The share of all micro-tiles that hold anything; 0 where there are none. Waits for the device."""
         return int(self.counts.sum()) / size if (size := self.columns.numel()) else 0.0
 
-    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows, the columns and the values of all that the micro-tiles hold, also zeros beside others."""
-        place = torch.arange(self.values.shape[1], device=self.counts.device)
-        stripe, at = (place < self.counts[:, None]).nonzero(as_tuple=True)
-        row = stripe[:, None] * self.height + torch.arange(self.height, device=stripe.device)
-        column = self.columns[stripe, at].long()[:, None].expand_as(row)
-        inside = row < self.shape[0]
-        return row[inside], column[inside], self.values[stripe, at][inside]
-
 
 def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
-    """Find the micro-tiles of height x 1 that hold a value that is not zero; NaN is none. It costs one pass over a.
-
-    On a GPU, 16-bit values and heights of 32, 64 and 128 are found by a kernel, which does not wait; everything else by
-    torch's operations. a: [rows, width], its history is left out. height: from 1 up. InputError for others."""
+    """Find the micro-tiles of height x 1 that hold a value that is not zero (NaN is none) in a [rows, width]. On a GPU,
+    16-bit values and heights of 32, 64 and 128 are found by a kernel, which does not wait; everything else by torch's
+    operations. InputError for others."""
     check_count("height", height)
     a = as_matrix(a).detach()
     by_kernel = a.is_cuda and kernels.finds(layout(packed := a.contiguous()), height)
@@ -74,11 +59,9 @@ def find_microtiles(a: Tensor, height: int = 32) -> MicroTiles:
 
 def product(tiles: MicroTiles, b: Tensor) -> Tensor:
     """Multiply a [rows, width], as its micro-tiles, with b [width, n]: c [rows, n], the dense product for every finite
-    b; what is not finite in b is met by occupied tiles alone.
-
-    On a GPU from sm_80 on, 16-bit values and heights of 32, 64 and 128 run as one kernel, with sums in float32, and
-    nothing waits; everything else by torch. InputError for a b of another shape, dtype or device, or with a
-    gradient."""
+    b; what is not finite in b is met by occupied tiles alone. On a GPU from sm_80 on, 16-bit values and heights of 32,
+    64 and 128 run as one kernel, and nothing waits; everything else by torch. InputError for a b of another shape,
+    dtype or device, or with a gradient."""
     if not isinstance(tiles, MicroTiles):
         raise InputError(f"tiles is a {type(tiles).__name__}; what find_microtiles returns is accepted")
     wanted = tiles.values.dtype, tiles.shape[1], tiles.values.device
@@ -88,11 +71,11 @@ def product(tiles: MicroTiles, b: Tensor) -> Tensor:
             f"b is {b.dtype} {list(b.shape)} on {b.device}; {wanted[0]} [{wanted[1]}, n] on {wanted[2]}, without a "
             "gradient, is accepted"
         )
-    b, n, found = b.detach(), b.shape[1], (tiles.counts, tiles.columns, tiles.values)
+    b, n = b.detach(), b.shape[1]
     if b.is_cuda:
         missing = -n % kernels.VECTOR
         filled = (F.pad(b, (0, missing)) if missing else b).contiguous()
         filled = filled if filled.data_ptr() % 16 == 0 else filled.clone()
         if kernels.multiplies(layout(tiles.values), layout(filled), capability(b.device.index)):
-            return run(kernels.product, *found, filled, tiles.shape[0])[:, :n]
-    return kernels.product_reference(*found, b, tiles.shape[0])
+            return run(kernels.product, *tiles[:3], filled, tiles.shape[0])[:, :n]
+    return kernels.product_reference(*tiles[:3], b, tiles.shape[0])

@@ -3,8 +3,8 @@
     rows, padding = remove_padding(x, real)      # x [sequences, length, d_model]; real: an attention mask == 1
     y = add_padding(layers(rows), padding)       # and back, once for all layers: or unpadded(layers, x, real)
 
-These are micro-tiles of one row (sparsities.microtiles; Zheng et al., arXiv 2301.10936), gathered once for many
-products by torch's own operations. Gradients pass."""
+These are micro-tiles of one row (sparsities.microtiles), gathered once for many products by torch's own operations.
+Gradients pass."""
 
 from __future__ import annotations
 
@@ -20,22 +20,17 @@ from .checks import shown
 
 class Padding(NamedTuple):
     """Where the rows of a padded batch were: places, int64 [real rows], their numbers among all rows, ascending; shape,
-    of all rows, such as (sequences, length)."""
+    of all rows, such as (sequences, length). Where every row is real, nothing is moved."""
 
     places: Tensor
     shape: torch.Size
-
-    @property
-    def whole(self) -> bool:
-        """Return whether every row is real: then nothing is moved."""
-        return len(self.places) == self.shape.numel()
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the real rows of x [*shape, width]: [real rows, width]. InputError for an x of other rows."""
         if not isinstance(x, Tensor) or x.shape[:-1] != self.shape or x.device != self.places.device:
             raise InputError(f"x is {shown(x)}; {[*self.shape, 'width']} on {self.places.device} is accepted")
         rows = x.reshape(self.shape.numel(), x.shape[-1])
-        return rows if self.whole else rows.index_select(0, self.places)
+        return rows if len(rows) == len(self.places) else rows.index_select(0, self.places)
 
 
 def remove_padding(x: Tensor, real: Tensor) -> tuple[Tensor, Padding]:
@@ -53,7 +48,7 @@ def add_padding(rows: Tensor, padding: Padding) -> Tensor:
     places, shape = padding
     if not isinstance(rows, Tensor) or rows.shape[:-1] != places.shape or rows.device != places.device:
         raise InputError(f"rows is {shown(rows)}; [{len(places)}, width] on {places.device} is accepted")
-    if not padding.whole:
+    if len(rows) < shape.numel():
         rows = rows.new_zeros(shape.numel(), rows.shape[1]).index_copy(0, places, rows)
     return rows.reshape(*shape, rows.shape[1])
 

@@ -5,10 +5,9 @@
     model = found.apply(model)                      # lossy from here on; few_neurons.remove(model) takes it back
 
 What fires is known once the gate is computed, which is a third of a gated layer's work. Deja Vu (Liu et al., arXiv
-2310.17157) guesses earlier: two narrow matrices, trained for each layer on inputs of a trained ReLU model, score all
-neurons of a token: x [d_model] -> rank -> [d_ff]. Those with the highest scores are computed; what fires and was not
-chosen is missing. `recall` is the share of firing neurons that were chosen, `precision` the share of the chosen ones
-that fire, on inputs that the predictor was not trained on."""
+2310.17157) guesses earlier: two narrow matrices, trained for each layer, score all neurons of a token. Those with the
+highest scores are computed; what fires and was not chosen is missing. `recall` is the share of firing neurons that were
+chosen, `precision` the share of the chosen ones that fire, on inputs that the predictor was not trained on."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ from ..analysis.profile import captured
 from ..core import InputError
 from ..formats.twell import fires
 from ..layers.find import FeedForward
-from ..ops.activation import RELU
 from .checks import check_count, check_number
-from .few_neurons import FewNeurons, Neurons, best_alone, dense_layers, gate_of
+from .few_neurons import FewNeurons, Neurons, computed, dense_layers, gate_of, of_neurons
 
 ROWS = 8192  # inputs of a layer that a predictor is made of, at most
 HELD_OUT = 0.25  # the share of them, the last ones, on which it is judged
@@ -40,13 +38,12 @@ class LowRank(nn.Sequential):
 
 
 class PredictedFFN(FewNeurons):
-    """Computes, for each token, the `neurons` neurons that a LowRank scores highest (`best_alone`). Lossy. The layer
-    owns down transposed."""
+    """Computes, for each token, the `neurons` neurons that a LowRank scores highest: of one token the weights are
+    gathered; of several, which have each their own, all are computed and masked. Lossy. It owns down transposed."""
 
     def __init__(self, layer: FeedForward, predictor: LowRank, neurons: int) -> None:
-        super().__init__(layer)
+        super().__init__(layer, f"{neurons} predicted neurons a token")
         self.predictor, self.neurons = predictor, neurons
-        self.label = f"{neurons} predicted neurons a token"
         self.renew()
 
     @torch.no_grad()
@@ -54,33 +51,36 @@ class PredictedFFN(FewNeurons):
         self.down_t = self.weights.down.t().contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return best_alone(rows, self.predictor(rows), self.neurons, self.weights, RELU, self.down_t).view(x.shape)
+        rows, weights = x.reshape(-1, x.shape[-1]), self.weights
+        scores = self.predictor(rows)
+        best = scores.topk(self.neurons, sorted=False).indices
+        if len(rows) == 1:
+            return computed(rows, of_neurons(weights, best[0], self.down_t)).view(x.shape)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+        return computed(rows, weights, chosen).view(x.shape)
 
 
 class LayerPredictor(NamedTuple):
-    """The predictor of one layer. shape: (d_ff, d_model). firing: how many neurons fire at a token on average. recalls:
-    float64 [d_ff + 1], the share of firing neurons among the n that score highest, on inputs that it did not learn."""
+    """The predictor of one layer of shape (d_ff, d_model). firing: how many neurons fire at a token on average.
+    recalls: float64 [d_ff + 1], the share of firing neurons among the n that score highest, on held-out inputs."""
 
     predictor: LowRank
     shape: tuple[int, int]
     firing: float
     recalls: Tensor
 
+    @classmethod
+    @torch.no_grad()
+    def judged(cls, layer: FeedForward, predictor: LowRank, x: Tensor) -> LayerPredictor:
+        """Make one of what a predictor makes of inputs x [tokens, d_model] of its layer."""
+        order = predictor(x).argsort(dim=1, descending=True, stable=True)
+        counts = F.pad(fires(gate_of(layer, x)).gather(1, order).sum(0).cpu().cumsum(0).double(), (1, 0))
+        recalls = counts / counts[-1] if counts[-1] else torch.ones_like(counts)
+        return cls(predictor, tuple(layer.up.weight.shape), float(counts[-1]) / len(x), recalls)
+
     def neurons(self, recall: float) -> int:
         """Return the least number of neurons, from 1 up, with which this recall is reached."""
         return max(1, int((self.recalls < recall - 1e-12).sum()))
-
-
-@torch.no_grad()
-def judged(layer: FeedForward, predictor: LowRank, x: Tensor) -> LayerPredictor:
-    """Return what a predictor makes of inputs x [tokens, d_model] of its layer."""
-    d_ff, d_model = layer.up.weight.shape
-    order = predictor(x).argsort(dim=1, descending=True, stable=True)
-    counts = fires(gate_of(layer, x)).gather(1, order).sum(0).cpu()
-    total = int(counts.sum())
-    recalls = F.pad(counts.cumsum(0).double() / total, (1, 0)) if total else torch.ones(d_ff + 1, dtype=torch.float64)
-    return LayerPredictor(predictor, (d_ff, d_model), total / len(x), recalls)
 
 
 def _check_recall(recall: float) -> float:
@@ -121,15 +121,13 @@ class Predictors(Neurons):
 def predict(
     model: nn.Module, batches: Iterable, *, recall: float = 0.95, rank: int = 32, steps: int = 300
 ) -> Predictors:
-    """Train a predictor for each ReLU feed-forward layer of a trained model, on what the layers are given: each alone,
-    to tell which neurons fire (logistic loss, AdamW), in float32. The model is left as it was.
+    """Train a predictor for each ReLU feed-forward layer of a trained model, to tell which neurons fire on what the
+    layer is given (logistic loss, AdamW, float32). The model is left as it was.
 
     batches: as `twell_lab.profile` takes them. The first ROWS tokens are used; the last quarter of these only to judge.
-    recall: the share of the firing neurons that each layer should compute, above 0 and up to 1, on the tokens that
-    judge; how many it computes follows. rank: how narrow the predictors are. steps: of 256 tokens each.
-
-    InputError for wrong arguments, a model without a dense ReLU layer, fewer than 8 tokens, and inputs that are not
-    finite."""
+    recall: the share of the firing neurons that each layer should compute, above 0 and up to 1; how many it computes
+    follows. rank: how narrow the predictors are. steps: of 256 tokens each. InputError for wrong arguments, a model
+    without a dense ReLU layer, fewer than 8 tokens, and inputs that are not finite."""
     _check_recall(recall)
     check_count("rank", rank)
     check_count("steps", steps)
@@ -144,7 +142,7 @@ def predict(
             )
         learnt = len(x) - max(1, round(HELD_OUT * len(x)))
         predictor = _train(layer, x[:learnt], rank, steps, number)
-        trained[layer.name] = judged(layer, predictor, x[learnt:])
+        trained[layer.name] = LayerPredictor.judged(layer, predictor, x[learnt:])
     return Predictors(trained, recall)
 
 

@@ -21,8 +21,8 @@ Product = Callable[..., Tensor]  # x [..., k], bias=[n] or None -> [..., n]
 
 
 class Products(Converted):
-    """The layer with other products where the path has them, and dense ones elsewhere. Its form has one of gate, up and
-    down each, None where that is dense."""
+    """The layer with other products where the path has them. Its form has one of gate, up and down each, None where
+    that is dense."""
 
     @abstractmethod
     def product(self, weight: Tensor) -> Product:
@@ -38,12 +38,11 @@ class Products(Converted):
         products: list[Product | None] = [None] * 3
         refused = []
         for at, weight in enumerate(weights[:3]):
-            if weight is None or (at == 0 and weight is weights.up):
-                continue
-            try:
-                products[at] = self.product(weight.detach())
-            except TwellError as error:
-                refused.append(error)
+            if weight is not None and (at > 0 or weight is not weights.up):
+                try:
+                    products[at] = self.product(weight.detach())
+                except TwellError as error:
+                    refused.append(error)
         if products == [None] * 3:
             raise refused[0]
         return products
@@ -61,16 +60,14 @@ class Products(Converted):
 
 @torch.no_grad()
 def tried(product: Product, weight: Tensor, what: str) -> Product:
-    """Return a product with this weight [n, k], once it ran on a row. DeviceError, which calls it `what`, where torch's
-    kernels refuse the device."""
+    """Return a product with this weight [n, k], once it ran on a row. DeviceError where torch's kernels refuse that."""
     with refusals(what):
         product(weight.new_zeros(1, weight.shape[1]))
     return product
 
 
 def hidden_of(gate: Tensor | None, up: Tensor, weights: Weights, acts: Activation) -> Tensor:
-    """Return what enters `down` of a layer with these weights, from what its projections gave; gate: None where it is
-    up or is not there."""
+    """Return what enters `down`, from what the projections gave; gate: None where it is up or is not there."""
     if gate is not None:
         return acts.dense(gate) * acts.of_up(up)
     fired = acts.dense(up)

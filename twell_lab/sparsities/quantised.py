@@ -1,35 +1,37 @@
 """Fewer bits: weights as INT8 or FP8 (E4M3), one scale a row. Lossy: what it costs is measured (`output_error`).
 
-    rows = quantise(layer.weight)      # Rows: INT8 values, and one float32 scale a row
-    near = rows.dense()                # what they stand for
-    half = Bitmap.of(pruned)           # exact, for weights with zeros; half.dense() gives them back
+    rows = quantise(layer.weight, torch.float8_e4m3fn)      # Rows: values, and one float32 scale a row
+    y = fp8_linear(x, rows, layer.bias)                     # under torch.no_grad(): it has no gradient
+    tl.sparsify(model, "fp8")                               # as a path of feed-forward layers
 
 Method: symmetric, round to nearest, scale max |w| / 127 (448 in E4M3), as Jacob et al., arXiv 1712.05877, and Dettmers
-et al., arXiv 2208.07339 (a scale for each row of x as well). `sparsities.int8`, `fp8` and `twell_int8` multiply
-them."""
+et al., arXiv 2208.07339 (a scale for each row of x as well). `sparsities.int8` multiplies INT8 rows."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError
 from ..cuda.launch import run
-from ..formats.matrix import as_matrix, check_tensor, dtype_names
+from ..formats.matrix import check_tensor, dtype_names
+from ..layers.parts import Weights
 from ..ops import checks, int8
-from .checks import checked_weight
+from .checks import check_gpu, checked_weight
+from .products import Product, Products, hidden_of, tried
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+KIND, OLDEST = torch.float8_e4m3fn, (8, 9)  # FP8, and the compute capability from which on GPUs multiply it
+LARGEST = {torch.int8: 127.0, KIND: 448.0}
 WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Rows(NamedTuple):
-    """A matrix of few bits: value [i, j] stands for values[i, j] * scale[i].
-
-    values: int8 or float8_e4m3fn [rows, columns], contiguous; scale: float32 [rows]."""
+    """A matrix of few bits, values[i, j] * scale[i]. values: int8 or float8_e4m3fn [rows, columns], contiguous; scale:
+    float32 [rows]."""
 
     values: Tensor
     scale: Tensor
@@ -45,9 +47,8 @@ class Rows(NamedTuple):
 
 
 def quantise(weight: Tensor, dtype: torch.dtype = torch.int8) -> Rows:
-    """Round a matrix to few bits with one scale a row: symmetric, the largest magnitude of each row becomes the largest
-    value, zeros stay zeros. weight: [rows, columns], finite, of 16 or 32 bits. dtype: torch.int8 or
-    torch.float8_e4m3fn. InputError for others."""
+    """Round a weight [rows, columns], finite, of 16 or 32 bits to torch.int8 or torch.float8_e4m3fn: the largest
+    magnitude of each row becomes the largest value, zeros stay zeros. InputError for others."""
     if dtype not in LARGEST:
         raise InputError(f"dtype is {dtype!r:.80}; accepted: {dtype_names(LARGEST)}")
     check_tensor("the weight", weight, dtypes=WEIGHTS)
@@ -60,8 +61,7 @@ def round_rows(matrix: Tensor, dtype: torch.dtype) -> Rows:
     of whatever it is multiplied with, as values are 0 there."""
     wide = matrix.detach().float().contiguous()  # which a turned weight is not
     largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(len(wide))
-    # Times the reciprocal, as a GPU divides by a number: a CPU would differ in the last place. Of tiny rows,
-    # whose scale float32 could not hold as a normal number, nothing is left.
+    # Times the reciprocal, as a GPU divides by a number. Of rows whose scale is no normal float32 nothing is left.
     scale = largest.mul(1 / LARGEST[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
     values = (wide / scale[:, None]).nan_to_num_(0.0)
     return Rows(values.round_().to(dtype) if dtype == torch.int8 else values.to(dtype), scale)
@@ -104,32 +104,48 @@ def output_error(y: Tensor, exact: Tensor) -> float:
     return off / norm if norm else 0.0 if not off else float("inf")
 
 
-# ---- half of the weights, without rounding
+def fp8_linear(x: Tensor, rows: Rows, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias by an E4M3 product, with one scale a token: x [..., columns] -> [..., rows].
+
+    On a GPU from sm_89 on torch._scaled_mm, rows and columns multiples of 16, whose result is rounded to bfloat16. Of a
+    row of x that is not finite the result is NaN. InputError for other rows, shapes, and where a gradient is needed;
+    DeviceError for an older GPU."""
+    flat = flattened(x, rows, KIND, bias)
+    if x.is_cuda:
+        check_gpu(x.device, OLDEST, "FP8 products")
+    return _product(round_tokens(flat, KIND), rows, flat, bias).view(*x.shape[:-1], len(rows.values))
 
 
-class Bitmap(NamedTuple):
-    """A matrix loaded as sparse, to be computed as dense (Xia et al., Flash-LLM, arXiv 2309.10285). Expanded by an
-    operation of its own, as here, it only spares memory. values: those that are not zero, [nnz], in row order; bits:
-    uint8 [ceil(rows * columns / 8)], one for each place, the first in the lowest bit; shape: (rows, columns)."""
-
-    values: Tensor
-    bits: Tensor
-    shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, matrix: Tensor) -> Bitmap:
-        """Make that of a matrix, exactly, zeros as +0. Waits for the device. InputError for what is no dense matrix."""
-        matrix = as_matrix(matrix).detach()
-        there = matrix != 0
-        places = F.pad(there.flatten(), (0, -there.numel() % 8)).view(-1, 8)
-        return cls(matrix[there], (places * _powers(places)).sum(1, dtype=torch.uint8), tuple(matrix.shape))
-
-    def dense(self) -> Tensor:
-        """Return the matrix, [rows, columns]."""
-        rows, columns = self.shape
-        there = (self.bits[:, None] & _powers(self.bits)).view(-1)[: rows * columns] != 0
-        return self.values.new_zeros(self.shape).masked_scatter_(there.view(self.shape), self.values)
+def _product(short: Rows, rows: Rows, flat: Tensor, bias: Tensor | None) -> Tensor:
+    """Return [tokens, rows] in the dtype of flat [tokens, columns], for its E4M3 rows, padded or not. On a GPU the
+    product itself scales, adds a bias of bfloat16, and rounds to bfloat16."""
+    if not short.values.is_cuda:
+        y = short.values.float() @ rows.values.float().t() * short.scale[:, None] * rows.scale
+        return (y if bias is None else y + bias).to(flat.dtype)
+    scales, within = (short.scale[:, None], rows.scale[None]), bias is not None and bias.dtype == torch.bfloat16
+    how = {"bias": bias if within else None, "out_dtype": torch.bfloat16}
+    y = torch._scaled_mm(short.values, rows.values.t(), *scales, **how)[: len(flat)]
+    return (y if within or bias is None else y.float() + bias).to(flat.dtype)
 
 
-def _powers(like: Tensor) -> Tensor:
-    return 1 << torch.arange(8, dtype=torch.uint8, device=like.device)
+class Fp8(Products):
+    """All neurons, by E4M3 products of weights and x (`fp8_linear`). Lossy. The layer owns the rows."""
+
+    name = "fp8"
+    exact = False
+
+    def product(self, weight: Tensor) -> Product:
+        check_gpu(weight.device, OLDEST, "FP8 products")
+        if any(n % 16 or not n for n in weight.shape):
+            raise InputError(f"the weight has shape {list(weight.shape)}; multiples of 16 are accepted")
+        return tried(partial(fp8_linear, rows=quantise(weight, KIND)), weight, "torch's product of fp8")
+
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: list[Product | None]) -> Tensor:
+        """Compute as Products do, but x is rounded once for gate and up, and scales spoil rows that are not finite."""
+        if weights.gate is None or weights.gate is weights.up or None in form:
+            return super().compute(layer, x, weights, form)
+        gate, up, down = (product.keywords["rows"] for product in form)
+        flat = x.reshape(-1, x.shape[-1])
+        short = round_tokens(flat, KIND)
+        first, beside = (_product(short, rows, flat, bias) for rows, bias in zip((gate, up), weights[3:5]))
+        return fp8_linear(hidden_of(first, beside, weights, layer.acts), down, weights.down_bias).view(x.shape)

@@ -3,12 +3,10 @@
     layer = SparseLinear.from_linear(linear, magnitude_mask(linear.weight, 0.9))
     y = layer(x)                                # 90% of the weights are zero, and not stored
 
-Two ways to train such a layer, by `gradient`:
-
-- "masked": the kept weights alone are parameters. What is gone stays gone (Han et al., arXiv 1506.02626).
-- "dense": all weights stay parameters, forward uses the kept ones, and the gradient goes to all of them as if none were
-  zero (straight-through; Bengio et al., arXiv 1308.3432; for masks Guo et al., arXiv 1608.04493), so that weights come
-  back when the layer is asked again (`update`). `sparsities.prune` does it to whole models."""
+With gradient="masked" the kept weights alone are parameters, and what is gone stays gone (Han et al., arXiv
+1506.02626). With "dense" all weights stay parameters, forward uses the kept ones, and the gradient goes to all of them
+as if none were zero (straight-through; Guo et al., arXiv 1608.04493), so that weights come back when the layer is asked
+again (`update`). `sparsities.magnitude` does it to whole models."""
 
 from __future__ import annotations
 
@@ -37,9 +35,8 @@ class SparseLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, mask: Tensor | None = None, *, gradient: str = "masked", product: str = "dense"
     ) -> SparseLinear:
-        """Make one of an nn.Linear, whose values are copied. mask: bool [out, in], True for what is kept; None keeps
-        what is not zero. InputError for another mask, "dense" with "csr", and a module that is no plain nn.Linear with
-        a finite weight."""
+        """Make one of an nn.Linear, whose values are copied. mask: bool [out, in], what is kept; None: no zeros.
+        InputError for another mask, "dense" with "csr", and for what is no plain nn.Linear with a finite weight."""
         if (gradient, product) not in (("masked", "dense"), ("masked", "csr"), ("dense", "dense")):
             said = f"gradient is {gradient!r:.80} and product {product!r:.80}"
             raise InputError(f"{said}; accepted: 'masked' with 'dense' or 'csr', and 'dense' with 'dense'")
@@ -60,7 +57,7 @@ class SparseLinear(nn.Module):
 
     @property
     def nnz(self) -> int:
-        """Return how many weights are kept; zeros among them count."""
+        """Return how many weights are kept."""
         return self.column.numel()
 
     @property
@@ -68,17 +65,17 @@ class SparseLinear(nn.Module):
         """W, [out_features, in_features], made anew: the kept weights and zeros. Gradients go where `gradient` says."""
         if self.gradient == "dense":  # what is added is a number, so that the gradient goes to all
             return self.stored + torch.where(self.mask, 0, -self.stored).detach()
-        weight = self.stored.new_zeros(self.out_features, self.in_features)
-        return weight.index_put(self._places(), self.stored)
+        return self._whole(self.stored)
 
     @property
     def mask(self) -> Tensor:
         """Return which weights are kept, bool [out_features, in_features], made anew."""
-        mask = torch.zeros(self.out_features, self.in_features, dtype=torch.bool, device=self.column.device)
-        return mask.index_put_(self._places(), mask.new_ones(()))
+        return self._whole(torch.ones_like(self.column, dtype=torch.bool))
 
-    def _places(self) -> tuple[Tensor, Tensor]:
-        return rows_of(self.pointer, self.nnz), self.column.long()
+    def _whole(self, values: Tensor) -> Tensor:
+        """Return [out_features, in_features] with values [nnz] where weights are kept, and zeros."""
+        places = rows_of(self.pointer, self.nnz), self.column.long()
+        return values.new_zeros(self.out_features, self.in_features).index_put(places, values)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y [..., out_features] of x [..., in_features]."""
@@ -97,7 +94,7 @@ class SparseLinear(nn.Module):
         only go, and `stored` becomes a new, shorter Parameter: make the optimizer anew. InputError for another mask."""
         mask = _checked_mask(mask, (self.out_features, self.in_features))
         if self.gradient == "masked":
-            stay = mask[self._places()]
+            stay = mask[self.mask]
             mask = self.mask & mask
             self.stored = nn.Parameter(self.stored.detach()[stay], self.stored.requires_grad)
         self._index(mask)
@@ -117,10 +114,8 @@ class SparseLinear(nn.Module):
         return linear.train(self.training)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"nnz={self.nnz}, gradient={self.gradient!r}, product={self.product!r}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, nnz={self.nnz}"
+        return f"{sizes}, gradient={self.gradient!r}, product={self.product!r}"
 
 
 def _checked_mask(mask: Tensor, shape: tuple[int, ...]) -> Tensor:

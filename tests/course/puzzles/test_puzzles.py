@@ -291,9 +291,13 @@ WRONG = {
         lambda: changed("two_stages", ("            wait(&full[s], 32 * (turn + 1));\n", "")),
         "before anybody wrote it",
     ),
+    ("two_stages", "waits for one arrival too few"): (
+        lambda: changed("two_stages", ("wait(&full[s], 32 * (turn + 1))", "wait(&full[s], 32 * (turn + 1) - 1)")),
+        "before anybody wrote it",
+    ),
     ("two_stages", "nobody waits for empty"): (
         lambda: changed("two_stages", ("            wait(&empty[s], 32 * turn);\n", "")),
-        "A stage was overwritten before it was read: does the copying warp wait until it is empty?",
+        "nothing puts one before the other. Who uses a stage has to wait until the others have arrived at its barrier.",
     ),
     ("two_stages", "arrives before it copies"): (
         lambda: changed(

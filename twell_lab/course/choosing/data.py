@@ -25,8 +25,7 @@ from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
 from ...sparsities import microtiles
-from ...sparsities.core_neurons import core_neurons
-from ...sparsities.few_neurons import remove
+from ...sparsities.few_neurons import core_neurons, remove
 from ...sparsities.predictors import Predictors
 from ...training.text import source
 from ..recorded import LOGNORMAL, newest
@@ -316,12 +315,13 @@ def recorded_map(device: str = records.TOLD) -> list[dict]:
 
 
 def recorded_maps() -> list[dict]:
-    """Rows as of `map_rows` of "comparison" records, of every GPU of which one has all methods; the GPU that figures
-    tell of (records.TOLD) comes first."""
+    """Rows as of `map_rows` of "comparison" records, of every GPU of which one has all methods, without methods that
+    there are no longer; the GPU that figures tell of (records.TOLD) comes first."""
     made = [record for record in records.load_all() if record.name == "comparison"]
     gpus = {row["device"] for record in made for row in record.rows if row.get("kind") == "map"}
     ordered = sorted(gpus, key=lambda gpu: (records.TOLD not in gpu, gpu))
-    return [_of_map(row) for gpu in ordered for row in newest("comparison", gpu, lambda row: row["kind"] == "map")]
+    found = (row for gpu in ordered for row in newest("comparison", gpu, lambda row: row["kind"] == "map"))
+    return [row for row in map(_of_map, found) if row["method"] in methods.METHODS]
 
 
 def _of_map(row: dict) -> dict:

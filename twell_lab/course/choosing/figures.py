@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ...bench import methods
-from ...bench.methods import DENSE, EXPERTS, GROUPED, METHODS, PACKED, PREDICTED, SPLIT, TILES
+from ...bench.methods import DENSE, EXPERTS, METHODS, PACKED, PREDICTED, SPLIT, TILES
 from ..charts import MARKS, bars, finish, grids, lines, one
 from ..drawing import legend_key, nothing, squares
 from . import data
@@ -21,7 +21,6 @@ COLOUR = {
     TILES: plots.GREEN,
     EXPERTS: plots.PURPLE,
     PREDICTED: plots.RED,
-    GROUPED: plots.SKY,
 }
 _SHORT = {  # of a cell's width
     DENSE: "dense",
@@ -30,7 +29,6 @@ _SHORT = {  # of a cell's width
     TILES: "micro-tiles",
     EXPERTS: "experts",
     PREDICTED: "predicted",
-    GROUPED: "as experts",
 }
 _KINDS = {  # what works() tells apart
     "not computed": "#F7F7F7",

@@ -24,7 +24,7 @@ from ...bench.comparison import DENSE, PIECES, TWO_FOUR, Shape
 from ...models.thresholds import losses
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import blocks, magnitude, prune, two_four
+from ...sparsities import blocks, magnitude, two_four
 from ...sparsities.weights import SparseLinear
 from ..measure.data import ratios, runs_here
 from ..recorded import sourced
@@ -125,14 +125,14 @@ def pruned_losses(
     dense, made = losses(model, windows).mean().item(), []
     cases = [(name, way, sparsity) for name, way in methods().items() for sparsity in sparsities]
     for name, way, sparsity in [*cases, (TWO_FOUR, lambda weight, _: two_four.two_four_mask(weight), 0.5)]:
-        pruned = prune.prune(
+        pruned = magnitude.prune(
             copy.deepcopy(model),
             mask=lambda weight, way=way, sparsity=sparsity: way(weight, sparsity),
             only=lambda called, module: ".mlp." in f".{called}.",
         )
         layers = [layer for layer in pruned.modules() if isinstance(layer, SparseLinear)]
         share = 1 - sum(layer.nnz for layer in layers) / sum(layer.mask.numel() for layer in layers)
-        loss = losses(prune.to_linears(pruned), windows).mean().item()
+        loss = losses(magnitude.to_linears(pruned), windows).mean().item()
         made.append({"method": name, "sparsity": share, "loss": loss, "dense_loss": dense, "more": loss / dense - 1})
     return made
 

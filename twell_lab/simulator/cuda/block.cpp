@@ -142,6 +142,7 @@ static void check_time(Thread& me) {
 extern "C" __attribute__((noinline)) void sim_pause() {
     Thread& me = *self();
     me.wait_pc = (uint64_t)__builtin_return_address(0);
+    me.worker->pauses = true;
     check_time(me);
     leave(me, false);
 }
@@ -285,6 +286,7 @@ static void start(Worker& worker) {
     worker.warps.assign((n + LANES_A_WARP - 1) / LANES_A_WARP, Warp{});
     worker.alive = (int)n, worker.at_barrier = 0, worker.count = n, ++worker.block_serial;
     worker.unwritten = SimFault{};
+    worker.pauses = false;
     order_start(worker);
     const uint64_t b = (uint64_t)worker.block;
     const SimIndex index = {(unsigned)(b % l.grid[0]), (unsigned)(b / l.grid[0] % l.grid[1]), (unsigned)(b / l.grid[0] / l.grid[1])};

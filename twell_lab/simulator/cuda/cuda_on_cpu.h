@@ -26,8 +26,8 @@
 #define __global__
 #define __device__
 #define __constant__
-#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10  // else GCC guards arrays of float4, __half, ... for a
-#define __shared__ __constinit thread_local                     // constructor that does nothing
+#if __GNUC__ >= 10  // else GCC guards arrays of float4, __half, ... for a
+#define __shared__ __constinit thread_local  // constructor that does nothing
 #else
 #define __shared__ thread_local
 #endif

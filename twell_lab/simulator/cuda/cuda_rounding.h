@@ -16,11 +16,7 @@
 #if !defined(__has_attribute)
 #define __has_attribute(name) 0
 #endif
-#if defined(__clang__) && __has_attribute(disable_sanitizer_instrumentation)
-#define SIM_UNWATCHED __attribute__((no_instrument_function, no_sanitize("coverage"), disable_sanitizer_instrumentation))
-#elif defined(__clang__)
-#define SIM_UNWATCHED __attribute__((no_instrument_function, no_sanitize("coverage"), no_sanitize("thread")))
-#elif __has_attribute(no_sanitize_coverage)
+#if __has_attribute(no_sanitize_coverage)
 #define SIM_UNWATCHED __attribute__((no_instrument_function, no_sanitize_coverage, no_sanitize("thread")))
 #else
 #define SIM_UNWATCHED __attribute__((no_instrument_function, no_sanitize("thread")))
@@ -28,9 +24,9 @@
 #define SIM_VALUE static inline SIM_UNWATCHED
 
 // The compiler's instrumentation does not see a struct that goes from an array straight into a call, `f(in[i])`, or from
-// a call straight into an array, `out[i] = f()` (GCC), nor one that is copied as a block (clang). In watched builds a copy
-// constructor and an assignment that are not trivial make these seen, each as one access of the whole struct. A struct of
-// one's own is only seen there if it has such a pair.
+// a call straight into an array, `out[i] = f()`. In watched builds a copy constructor and an assignment that are not
+// trivial make these seen, each as one access of the whole struct. A struct of one's own is only seen there if it has such
+// a pair.
 #if defined(SIM_WATCHED)
 // Copies, telling the runtime of a read and a write at `place` in the kernel; in pieces of `piece` bytes.
 extern "C" void sim_copy(void* to, const void* from, int bytes, int piece, void* place);

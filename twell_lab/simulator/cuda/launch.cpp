@@ -154,7 +154,7 @@ extern "C" SimReport* sim_launch(SimLaunch* launch) {
         workers[i]->number = (uint8_t)i, workers[i]->flags = &flags;
     }
 
-    launch->guarded = launch->guarded && guard_begin();
+    launch->guarded = guard_begin();
     ++sim_running;
     std::vector<std::thread> others;
     for (size_t i = 1; i < workers.size(); ++i)

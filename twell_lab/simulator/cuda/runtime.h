@@ -204,7 +204,7 @@ struct Worker {
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     int alive, at_barrier;
-    bool fault_found;
+    bool fault_found, pauses;  // pauses: whether a thread of the block has waited in a loop
     SimFault fault;
     SimFault unwritten;  // the first read of shared memory that nobody has written yet: a fault at the next barrier
     std::vector<SimWaiting> fault_waiting;

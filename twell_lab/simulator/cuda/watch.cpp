@@ -109,6 +109,9 @@ static void access(const void* pointer, uint32_t size, int how, uint32_t aligned
     }
     if (space == NOWHERE) stop_at(me, OUT_OF_BOUNDS, address, size, how, pc);
     if (address % aligned) stop_at(me, MISALIGNED, address, size, how, pc);
+    // Before the last lane of a warp signals, the other warps look once more, if threads of this block wait in loops: who
+    // waits for one arrival too few goes on then, and meets what that lane has not handed over yet.
+    if (space == SHARED && how == ATOMIC && w.pauses && !(me.warp->alive >> me.lane >> 1)) sim_switch(&me.sp, w.main_sp);
     if (space == SHARED) check_shared(me, address, size, how, pc);
     if (w.counting()) log_event(me, address, size, how, space, pc);
 }
