@@ -3,14 +3,15 @@ when one of them runs."""
 
 from __future__ import annotations
 
-import argparse
 import os
+from collections.abc import Sequence
 from statistics import quantiles
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from .. import records
 from ..core import InputError
-from .inputs import model_and_windows, placed
+from .model_commands import model_and_windows, placed
+from .options import PATHS, Amount, Count, Device, Dtype, Folder, FromZero, Model, OwnDtype, Seconds, Source, Text
 from .terminal import Answer, Ratio, verdict
 
 if TYPE_CHECKING:
@@ -27,81 +28,100 @@ _EXPLAINED = (
     "the sparse rate by the dense one; middle half: what it was from turn to turn, both taking turns, the quarters "
     "above and below left out; peak: beyond what was there before the call; mJ: of the whole GPU; both dense to sparse"
 )
-_LOSSY = {  # of interest where a path is lossy
-    "error": "of the results against a float32 run, by its norm",
-    "layer_error": "of a layer's output against the dense layer's, on average",
-    "loss": "in nats a token",
-}
+_LOSSY = "error: of the results against a float32 run, by its norm; loss: in nats a token"
 
 
-def layer(options: argparse.Namespace) -> Answer:
-    """Time a layer of each size in each dtype."""
+def bench(
+    *,
+    tokens: Annotated[Sequence[Count], "tokens at once"] = (1, 8, 64),
+    d_model: Annotated[Count, "the layer's width"] = 2048,
+    d_ff: Annotated[Count, "its neurons"] = 5632,
+    nnz: Annotated[Amount, "mean number of neurons firing for a token"] = 29.0,
+    compiled: Annotated[bool, "time torch.compile's dense layer too"] = False,
+    seconds: Annotated[Seconds, "how long to measure each size on a CPU"] = 2.0,
+    out: Annotated[Folder | None, "save what was measured here"] = None,
+    device: Device = None,
+    dtype: Annotated[
+        Sequence[Dtype] | None, "[bfloat16 on a GPU, float16 on one older than sm_80, else float32]"
+    ] = None,
+) -> Answer:
+    """Check and time a sparse feed-forward layer against torch's dense one.
+
+    twell-lab bench model times a whole model: twell-lab bench model --help"""
     import torch
 
     from ..bench import forward
 
-    dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else [None]
-    sizes = options.d_model, options.d_ff, options.nnz
-    how = {key: getattr(options, key) for key in ("device", "compiled", "seconds")}
-    how["workload_kind"] = options.workload
-    timed = [forward.ffn(tokens, *sizes, dtype=dtype, **how) for dtype in dtypes for tokens in options.tokens]
-    saved = [f"bench: saved {record.save(options.out)}" for record in timed] if options.out is not None else []
+    timed = [
+        forward.ffn(count, d_model, d_ff, nnz, dtype=kind, device=device, compiled=compiled, seconds=seconds)
+        for kind in ([getattr(torch, name) for name in dtype] if dtype else [None])
+        for count in tokens
+    ]
+    saved = [f"bench: saved {record.save(out)}" for record in timed] if out is not None else []
     rows = records.flat_rows(timed)
     return Answer(rows, "\n".join([records.table(rows, records.COLUMNS), *saved]))
 
 
-def whole_model(options: argparse.Namespace) -> Answer:
-    """Time a saved model on a text, or a drawn one on random tokens."""
+def bench_model(
+    model: Annotated[Model, "the folder or repository of a saved model; or a size, 1M to 2B: a drawn Llama"],
+    *,
+    text: Text = None,
+    tokens: Annotated[Sequence[Count] | None, "of each forward, up to the context or a multiple of it [2048]"] = None,
+    batches: Annotated[Sequence[FromZero], "of the steps of decoding; 0: none [1 8 64]"] = (1, 8, 64),
+    plan: Annotated[Source | None, "a plan, or a folder of twell-lab sparsify's [a new plan]"] = None,
+    paths: Annotated[Sequence[str], f"time it on each of these too, with error and loss: {PATHS} [none]"] = (),
+    compiled: Annotated[bool, "time both models under torch.compile too"] = False,
+    graphs: Annotated[bool, "on a GPU, time forwards as CUDA graphs too"] = False,
+    training: Annotated[bool, "time a training step too"] = False,
+    seconds: Annotated[Seconds | None, "how long to measure each row on a CPU; on a GPU its energy [1; 3]"] = None,
+    out: Annotated[Folder | None, "save what was measured here"] = None,
+    device: Device = None,
+    dtype: OwnDtype = None,
+) -> Answer:
+    """Check and time a whole model, dense beside sparse."""
     import torch
 
     from .. import bench
     from ..bench.drawn import NAMES
 
-    keys = ("tokens", "batches", "firing", "plan", "paths", "compiled", "graphs", "training", "seconds")
-    how = {key: getattr(options, key) for key in keys}
-    if options.model in NAMES and not os.path.isdir(options.model):
-        if options.text is not None:
+    batches = [batch for batch in batches if batch]
+    how: dict = {"tokens": tokens, "batches": batches, "plan": plan, "paths": paths, "compiled": compiled}
+    how |= {"graphs": graphs, "training": training, "seconds": seconds}
+    if model in NAMES and not os.path.isdir(model):
+        if text is not None:
             raise InputError(
-                f"--text is {options.text!r:.200}, and {options.model} is a size, whose drawn model has no tokenizer; "
-                "accepted: --text with a saved model"
+                f"--text is {text!r:.200}, and {model} is a size, whose drawn model has no tokenizer; accepted: --text "
+                "with a saved model"
             )
-        model, read = options.model, "random tokens"
-        how |= {"device": options.device, "dtype": getattr(torch, options.dtype) if options.dtype else None}
+        how |= {"device": device, "dtype": getattr(torch, dtype) if dtype else None}
+        record, read = bench.model(model, **how), "random tokens"
     else:
-        if not os.path.isdir(options.model) and "/" not in options.model:
-            names = f"a repository's name such as 'owner/name', or a size: {', '.join(NAMES)}"
-            raise InputError(f"there is no folder {options.model!r:.200}; accepted: one, {names}")
-        asked = max([*(options.tokens or []), 2048, *(512 * batch for batch in options.batches)])
-        model, part, windows, _ = model_and_windows(options, tokens=max(4 * 2048, 2 * asked))
-        model.to(*placed(options))
-        how["text"], read = windows.flatten(), f"{windows.numel():,} tokens of {part.name}"
-    record = bench.model(model, **how)
-    saved = [f"bench: saved {record.save(options.out)}"] if options.out is not None else []
+        longest = max([*(tokens or []), 2048, *(512 * batch for batch in batches)])
+        loaded, part, windows = model_and_windows(model, text, tokens=max(4 * 2048, 2 * longest))
+        record = bench.model(loaded.to(*placed(device, dtype)), **how, text=windows.flatten())
+        read = f"{windows.numel():,} tokens of {part.name}"
+    saved = [f"bench: saved {record.save(out)}"] if out is not None else []
     return Answer(record.to_json(), "\n".join([told(record, read), *saved]))
 
 
 def told(record: Record, read: str) -> str:
     """Return a record of `twell_lab.bench.model` as text: what was measured, a table, what is missing and why, and what
     it comes to. read: where the tokens came from."""
-    compared, notes = pairs(record.rows), record.notes
+    compared, notes, first = pairs(record.rows), record.notes, record.rows[:1]
     missing = [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]
     if not compared:
         return "\n".join([*missing, "bench: nothing could be compared"])
+    about, share = first[0]["workload"].partition(",")[0], first[0]["nnz"] / first[0]["d_ff"]
+    drawn = ", random weights" * about.startswith("drawn")
+    sizes = "{parameters:,} parameters, {layers} feed-forward layers of {d_model} x {d_ff}, {dtype}, on {device}"
     lossy = any("lossy" in (pair["layers"] or "") for pair in compared)
-    columns = {key: head for key, head in _COLUMNS.items() if lossy or key not in _LOSSY}
-    explained = [_EXPLAINED, *(f"{_COLUMNS[key]}: {what}" for key, what in _LOSSY.items() if lossy)]
-    first = record.rows[0]
-    about, share = first["workload"].partition(",")[0], first["nnz"] / first["d_ff"]
-    weights = {row["path"]: row["weight_bytes"] / 2**20 for row in record.rows if "weight_bytes" in row}
+    shown = {key: head for key, head in _COLUMNS.items() if lossy or key not in ("error", "layer_error", "loss")}
     lines = [
-        f"{about}{', random weights' if about.startswith('drawn') else ''}: {first['parameters']:,} parameters, "
-        f"{first['layers']} feed-forward layers of {first['d_model']} x {first['d_ff']}, {first['dtype']}, on "
-        f"{first['device']}; {read}",
-        f"{first['nnz']:.3g} of {first['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
-        f"{min(first['nnz_layers']):g} to {max(first['nnz_layers']):g}; weights take "
-        f"{weights['dense eager']:,.4g} MiB dense, {max(weights.values()):,.4g} with what a path keeps beside them",
-        f"\n{records.table(compared, columns)}\n",
-        "; ".join(explained),
+        f"{about}{drawn}: {sizes.format(**first[0])}; {read}",
+        f"{first[0]['nnz']:.3g} of {first[0]['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
+        f"{min(first[0]['nnz_layers']):g} to {max(first[0]['nnz_layers']):g}",
+        f"\n{records.table(compared, shown)}\n",
+        f"{_EXPLAINED}; {_LOSSY}" if lossy else _EXPLAINED,
         *missing,
         *([f"bench: no energy: {notes['energy']}"] if "energy" in notes else []),
         f"bench: {conclusion(compared)}",

@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 import warnings
-from argparse import Namespace
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +27,6 @@ OTHERS = {  # packages that are used where they are there, and for what
     "nvidia-ml-py": "energy of a GPU",
 }
 _NO_TORCH = "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
-_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class Finding(NamedTuple):
@@ -40,7 +38,8 @@ class Finding(NamedTuple):
     command: str | None = None
 
 
-def doctor(options: Namespace) -> Answer:
+def doctor() -> Answer:
+    """Say what this machine has, what will run where, and what is missing."""
     findings, lines = examine(), []
     for topic, finding in findings.items():
         lines.append(folded(f"{finding.state:<8} {topic:<19} {finding.text}", " " * 29))
@@ -64,13 +63,20 @@ def examine() -> dict[str, Finding]:
 def install_command(extra: str) -> str:
     """Return the command that installs one of pyproject's extras: make in the checkout's own .venv, elsewhere pip, with
     the packages by name, because an index may have this package's name from somebody else."""
-    if Path(sys.prefix).resolve() == _CHECKOUT / ".venv":
+    if core.is_installed():
+        needed = [name.split(";") for name in metadata.requires("twell-lab") or ()]
+        names = [name.strip() for name, *marker in needed if f"'{extra}'" in "".join(marker).replace('"', "'")]
+        return f"pip install {shlex.join(names)}"
+    if Path(sys.prefix).resolve() == core.data_dir().parent / ".venv":
         return f"make setup STACK={extra}" if extra in ("cu12", "cu13") else "make setup"
-    if not _version("twell-lab"):  # in a checkout that is not installed
-        return f"pip install -e '.[{extra}]'"
-    needed = [name.split(";") for name in metadata.requires("twell-lab") or ()]
-    names = [name.strip() for name, *marker in needed if f"'{extra}'" in "".join(marker).replace('"', "'")]
-    return f"pip install {shlex.join(names)}"
+    return f"pip install -e '.[{extra}]'"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 # ---- what the machine has ----
@@ -93,17 +99,14 @@ def _gpu(facts: dict) -> tuple:
         return "limited", "no NVIDIA GPU found; all but running the CUDA kernels works without one"
     shown = "{name}, sm_{sm}, {memory_gib} GiB, driver {driver}"
     named = "; ".join(shown.format(**gpu, sm=gpu["capability"].replace(".", "")) for gpu in facts["gpus"])
-    oldest = "{}{}".format(*compiler.OLDEST)
-    old = [gpu["name"] for gpu in facts["gpus"] if tuple(map(int, gpu["capability"].split("."))) < compiler.OLDEST]
-    if old:
-        return "limited", f"{named}; the kernels need sm_{oldest} or newer, which {old[0]} is not"
+    if old := [gpu for gpu in facts["gpus"] if tuple(map(int, gpu["capability"].split("."))) < compiler.OLDEST]:
+        oldest = "{}{}".format(*compiler.OLDEST)
+        return "limited", f"{named}; the kernels need sm_{oldest} or newer, which {old[0]['name']} is not"
     if facts["usable"]:
         return "ok", named
     driver, build = core.major(facts["cuda_driver"]), core.major(facts["torch_cuda"])
-    if facts["torch"] is None:
-        why = "torch is not installed"
-    elif build is None:
-        why = f"torch {facts['torch']} is a build without CUDA"
+    if build is None:
+        why = "torch is not installed" if facts["torch"] is None else f"torch {facts['torch']} is a build without CUDA"
     elif driver is not None and driver < build:
         why = f"its driver runs CUDA up to {facts['cuda_driver']}, and torch is built for CUDA {facts['torch_cuda']}"
     else:  # another stack would not help
@@ -114,27 +117,23 @@ def _gpu(facts: dict) -> tuple:
 
 def _cupy(facts: dict) -> tuple:
     if fault := core.stack_fault():
-        if facts["gpus"]:
-            return "limited", *fault
-        return "ok", f"{fault[0]}; without a GPU CuPy only compiles, so this does no harm here"
+        harmless = f"{fault[0]}; without a GPU CuPy only compiles, so this does no harm here"
+        return ("limited", *fault) if facts["gpus"] else ("ok", harmless)
     if facts["cupy"] is None:
         return "missing", "not installed; it loads and launches the CUDA kernels", _cupy_command(facts)
     return "ok", f"{facts['cupy']} ({facts['cupy_package']})"
 
 
-def _cupy_command(facts: dict) -> str | None:
-    if facts["gpus"]:
-        return install_command("cu13" if core.major(facts["torch_cuda"]) == 13 else "cu12")
-    return install_command("compile") if sys.platform == "linux" else None
+def _cupy_command(facts: dict) -> str:
+    newest = "cu13" if core.major(facts["torch_cuda"]) == 13 else "cu12"
+    return install_command(newest if facts["gpus"] else "compile")
 
 
 def _nvrtc(facts: dict) -> tuple:
-    if facts["nvrtc"]:
-        archs = ", ".join(compiler.ARCHITECTURES)
-        return "ok", f"the CUDA compiler library, {facts['nvrtc']}, for {archs}, with or without a GPU"
-    if sys.platform not in ("linux", "win32"):
-        return "limited", f"the CUDA compiler library is not made for {sys.platform}"
-    return "missing", "the CUDA compiler library does not load", _cupy_command(facts)
+    if facts["nvrtc"] is None:
+        return "missing", "the CUDA compiler library does not load", _cupy_command(facts)
+    archs = ", ".join(compiler.ARCHITECTURES)
+    return "ok", f"the CUDA compiler library, {facts['nvrtc']}, for {archs}, with or without a GPU"
 
 
 def _cache(facts: dict) -> tuple:
@@ -166,10 +165,10 @@ def _simulator(facts: dict) -> tuple:
     from ..simulator import toolchain
 
     try:
-        compiler = toolchain.compiler()
+        found = toolchain.compiler()
     except StackError as error:
         return "missing" if sys.platform == "linux" else "limited", str(error)
-    return "ok", f"runs the CUDA kernels on the CPU, compiled with {compiler.path}: {compiler.version}"
+    return "ok", f"runs the CUDA kernels on the CPU, compiled with {found.path}: {found.version}"
 
 
 def _notebooks(facts: dict) -> tuple:
@@ -184,13 +183,6 @@ def _others(facts: dict) -> tuple:
     said = ", ".join(f"{name} {versions[name] or 'is not installed'} ({use})" for name, use in OTHERS.items())
     absent = [name for name in OTHERS if not versions[name] and (facts["gpus"] or name != "nvidia-ml-py")]
     return ("missing", said, f"pip install {shlex.join(absent)}") if absent else ("ok", said)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 _PROBES: dict[str, Callable[[dict], tuple]] = {

@@ -1,4 +1,5 @@
-"""Options of the `twell-lab` command, as entries of a table or made from a dataclass. Imports no torch."""
+"""The command line of a function: each parameter is an option, whose kind and help its annotation holds. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -7,17 +8,24 @@ import math
 import os
 import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
-from collections.abc import Callable
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ArgumentGroup
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..core import RecordError, check_folder, check_target
 
 LARGEST = 2**63 - 1  # the largest size that torch takes
 # In a docstring: a line that is the title of a section, or a field with its text, whose further lines are indented.
 _ENTRY = re.compile(r"^(?P<title>\w[\w ]*):$|^(?P<indent> *)(?P<name>\w+): (?P<text>.+(?:\n(?P=indent) {4}.+)*)", re.M)
+
+
+class Kind(NamedTuple):
+    """A kind of values: what help calls one, and what reads it."""
+
+    name: str
+    read: Callable[[str], Any]
 
 
 def source(text: str) -> str:
@@ -35,6 +43,8 @@ def path(text: str) -> Path:
 
 
 def _writable(check: Callable[[Path], None]) -> Callable[[str], Path]:
+    """Return what reads a path that is checked before the work whose result goes there."""
+
     def checked(text: str) -> Path:
         try:
             check(place := path(text))
@@ -59,48 +69,50 @@ def _number(kind: Callable[[str], float], least: float, most: float) -> Callable
     return parsed
 
 
-_TYPES: dict[str, Callable[[str], Any]] = {
-    "N": _number(int, 1, LARGEST),
-    "SEED": _number(int, 0, LARGEST),
-    "S": _number(float, 1e-9, 3600),  # seconds
-    "X": _number(float, 0.0, sys.float_info.max),
-    "PATH": source,
-    "OUT": _writable(check_target),  # before the work
-    "FOLDER": _writable(check_folder),
-    **dict.fromkeys(("DIR", "FILE", "MODEL"), path),
-}
-Option = tuple[str, dict]  # what `add_argument` is given for one option, or one argument
+Count = Annotated[int, Kind("N", _number(int, 1, LARGEST))]
+FromZero = Annotated[int, Kind("N", _number(int, 0, LARGEST))]
+Amount = Annotated[float, Kind("X", _number(float, 0.0, sys.float_info.max))]
+Seconds = Annotated[float, Kind("S", _number(float, 1e-9, 3600))]
+Source = Annotated[str, Kind("PATH", source)]
+Target = Annotated[Path, Kind("FILE", _writable(check_target))]
+Folder = Annotated[Path, Kind("FOLDER", _writable(check_folder))]
+Dtype = Literal["bfloat16", "float16", "float32"]
+# Of several commands, with their help.
+Model = Annotated[
+    str,
+    Kind("MODEL", source),
+    "a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub",
+]
+Text = Annotated[
+    str | None,
+    Kind("PATH", source),
+    "a file or folder, read whole; of the text that the model was trained on, only the held-out part "
+    "[the held-out part of the source of Python's standard library]",
+]
+Device = Annotated[str | None, "cpu, cuda, cuda:1 [a GPU where there is one]"]
+OwnDtype = Annotated[Dtype | None, "[bfloat16 on a GPU, float16 on one older than sm_80, else float32]"]
+PATHS = "twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, predicted, experts"
+_KINDS = {int: Kind("N", int), float: Kind("X", float), Path: Kind("PATH", path), str: Kind("WORD", str)}
 
 
-def option(name: str, metavar: str | None, text: str, default: Any = None, **more: Any) -> Option:
-    """Return an entry of the table of options.
-
-    Args:
-        name: with two dashes of an option, without them of an argument.
-        metavar: what its value is called; "N", "DIR" and the like (_TYPES) say its type, too. None: it has no value;
-            "": its choices are named.
-        text: its help. The default is added in brackets, unless the text has some.
-        default: a list where several values are taken.
-        more: as add_argument takes it.
-    """
-    if metavar is None:
-        return name, {"action": "store_true", "help": text, **more}
-    if default is not None and "[" not in text:
-        text += f" [{' '.join(map(str, default)) if isinstance(default, list) else default}]"
-    how = {"default": default, "help": text}
-    how |= {"metavar": metavar} if metavar else {}
-    how |= {"type": _TYPES[metavar]} if metavar in _TYPES else {}
-    how |= {"nargs": "+"} if isinstance(default, list) else {}
-    return name, how | more
+def add_parameters(parser: ArgumentParser, command: Callable) -> None:
+    """Add an argument for each positional parameter of a command, an option for each that is given by name."""
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        needed = parameter.default is parameter.empty
+        how = (
+            {} if parameter.kind is parameter.VAR_KEYWORD else _how(hints[name], None if needed else parameter.default)
+        )
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            parser.add_argument(_option(name), dest=name, required=needed, **how)
+        elif how:
+            parser.add_argument(name, **how if needed else {"nargs": "?", **how})
 
 
 def add_fields(parser: ArgumentParser, config: type) -> None:
-    """Add an option for each field of the dataclass `config`. An option that is not given is None.
-
-    The type of an option is the field's annotation; a field called text takes a path. Its help is the field's text in
-    the docstring of `config`, with the default; its group is the section of the docstring that the text stands in.
-    """
-    kinds, texts = get_type_hints(config), {}
+    """Add an option for each field of the dataclass `config`. Its help is the field's text in the docstring of
+    `config`; its group is the section of the docstring that the text stands in. A field called text takes a path."""
+    hints, texts = get_type_hints(config), {}
     group: ArgumentParser | _ArgumentGroup = parser
     for entry in _ENTRY.finditer(inspect.getdoc(config) or ""):  # none under -OO
         if entry["title"]:
@@ -108,31 +120,42 @@ def add_fields(parser: ArgumentParser, config: type) -> None:
         else:
             texts[entry["name"]] = group, " ".join(entry["text"].split()).rstrip(".")
     for field in fields(config):
-        name, default = _option(field.name), field.default
         group, text = texts.get(field.name, (parser, ""))
-        text = re.sub(r"\b[a-z0-9]+_\w+", lambda word: _option(word[0]) if word[0] in kinds else word[0], text)
-        if default is not None and default is not False:
-            text += f" [{name if default is True else f'{default:g}' if isinstance(default, float) else default}]"
-        kind = {"type": source, "metavar": "PATH"} if field.name == "text" else _kind(kinds[field.name])
-        group.add_argument(name, help=text.strip().replace("%", "%%"), dest=field.name, **kind)
+        text = re.sub(r"\b[a-z0-9]+_\w+", lambda word: _option(word[0]) if word[0] in hints else word[0], text)
+        hint = Source if field.name == "text" else hints[field.name]
+        group.add_argument(_option(field.name), dest=field.name, **_how(hint, field.default, text))
 
 
-def _option(field: str) -> str:
-    return f"--{field.rstrip('_').replace('_', '-')}"  # from_: `from` is a word of Python's
+def _option(name: str) -> str:
+    return f"--{name.rstrip('_').replace('_', '-')}"  # from_: `from` is a word of Python's
 
 
-def _kind(hint) -> dict:
-    """Return the arguments of add_argument that follow from a field's annotation."""
-    among = get_args(hint) or (hint,)
-    if get_origin(hint) is Literal:  # the dataclass checks the value
-        return {"metavar": f"{{{','.join(among)}}}"}
-    if bool in among:
-        return {"action": BooleanOptionalAction}
-    types: dict[type, tuple[Any, str]] = {int: (int, "N"), float: (float, "X"), Path: (path, "DIR")}
-    kind, metavar = next((types[part] for part in among if part in types), (str, "WORD"))
-    return {"type": kind, "metavar": metavar}
+def _how(hint: Any, default: Any, text: str = "") -> dict[str, Any]:
+    """Return the arguments of add_argument that follow from an annotation, which may hold the help text, and a default,
+    which is added to that in brackets unless it has some."""
+    leaves = [*_leaves(hint)]
+    text = [text, *(leaf for leaf in leaves if isinstance(leaf, str))][-1]
+    if default not in (None, False, ()) and "[" not in text:
+        shown = default if isinstance(default, (list, tuple)) else [default]
+        text += (
+            f" [{' '.join('yes' if one is True else f'{one:g}' if type(one) is float else str(one) for one in shown)}]"
+        )
+    how: dict[str, Any] = {"help": text.strip().replace("%", "%%")}
+    if bool in leaves:
+        return how | {"action": BooleanOptionalAction}
+    if Sequence in leaves:
+        how["nargs"] = "+"
+    if words := [get_args(leaf) for leaf in leaves if get_origin(leaf) is Literal]:
+        return how | {"choices": words[0]}
+    kinds = [leaf for leaf in leaves if isinstance(leaf, Kind)] or [_KINDS[leaf] for leaf in leaves if leaf in _KINDS]
+    return how | {"metavar": kinds[0].name, "type": kinds[0].read}
 
 
-def given(options: Namespace, config: type) -> dict:
-    """Return the values of those fields of `config` that were given as options."""
-    return {field.name: value for field in fields(config) if (value := getattr(options, field.name)) is not None}
+def _leaves(hint: Any) -> Iterator[Any]:
+    """Yield what an annotation is made of: types, kinds, texts, and choices of words."""
+    if get_origin(hint) is Literal or not get_args(hint):
+        yield hint
+    else:
+        yield get_origin(hint)
+        for part in get_args(hint):
+            yield from _leaves(part)

@@ -214,35 +214,6 @@ def test_of_recorded_times_the_newest_current_and_alike_are_drawn(taken):
     assert page.comparable([recorded(RECORDED), stale])[0]["date"].startswith("2026-01-02")
 
 
-@pytest.mark.parametrize(
-    "where, value, said",
-    [
-        ((), {}, "holds no tour"),
-        (("tour",), {"format": 99}, "holds no tour"),
-        (("tour", "seconds"), {"train": 10**400}, "is not as a tour writes it"),
-        (("tour", "tile"), {}, "is not as a tour writes it"),
-        (("tour", "packing", "layers", 0, "slots"), 0, "is not as a tour writes it"),
-    ],
-)
-def test_a_record_of_something_else_is_refused(taken, refused, tmp_path, where, value, said):
-    notes = part = {"notes": copy.deepcopy(taken[0].notes)}
-    for step in ("notes", *where)[:-1]:
-        part = part[step]
-    part[("notes", *where)[-1]] = value
-    (tmp_path / "tour.json").write_text(dataclasses.replace(taken[0], **notes).to_json())
-    assert said in refused("tour", "--render", tmp_path / "tour.json", "--out", tmp_path)
-    assert files(tmp_path) == {"tour.json"}
-
-
-def test_a_page_is_drawn_later_without_torch(taken, spawn, tmp_path):
-    drawn = spawn("tour", "--render", taken[1] / "tour.json", "--out", tmp_path, without="torch cupy numpy")
-    assert drawn.returncode == 0, drawn.stderr
-    assert files(tmp_path) == {"index.html"}
-    later, first = ((folder / "index.html").read_text() for folder in (tmp_path, taken[1]))
-    models = re.compile("<h2>Cut it yourself</h2>.*?(?=<h2>|</main>)", re.DOTALL)  # they run while the page is drawn
-    assert models.search(first) and later.split() == models.sub("", first).split()
-
-
 def test_what_a_record_says_cannot_become_markup(taken):
     notes = copy.deepcopy(taken[0].notes)
     notes["tour"]["text"]["name"] = name = "<b>&amp;.txt"
