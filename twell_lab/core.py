@@ -130,8 +130,8 @@ def check_folder(folder: str | os.PathLike) -> None:
 
 
 def check_target(path: str | os.PathLike) -> None:
-    """Raise RecordError unless a file could be written there now: in a folder as `check_folder` wants it, and not in the
-    place of a folder, a device or a pipe."""
+    """Raise RecordError unless a file could be written there now: in a folder as `check_folder` wants it, and not in
+    the place of a folder, a device or a pipe."""
     with _told(repr(str(path))):
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
@@ -388,7 +388,9 @@ def _nvidia_smi() -> list[dict]:
     """Return the GPUs that the driver's program lists, within 20 seconds: one that is being loaded can take ten."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    listed = re.findall(r"^([^,\n]+), (\d+\.\d+), ([^,]+), (.+)$", lines, re.M)
+    sizes = [round(int(size) / 1024, 1) if size.isdigit() else None for _, _, size, _ in listed]  # some share the CPU's
     return [
-        {"name": name, "capability": capability, "memory_gib": round(int(size) / 1024, 1), "driver": driver}
-        for name, capability, size, driver in re.findall(r"^([^,\n]+), (\d+\.\d+), (\d+), (.+)$", lines, re.M)
+        {"name": name, "capability": capability, "memory_gib": size, "driver": driver}
+        for (name, capability, _, driver), size in zip(listed, sizes)
     ]

@@ -150,7 +150,7 @@ def test_cupy_gets_another_cache_only_where_it_cannot_make_its_own(tmp_path, mon
 # ---- this machine ----
 
 SMI = "NVIDIA H100 80GB HBM3, 9.0, 81559, 580.82.07\nTesla P100-PCIE-16GB, 6.0, 16384, 580.82.07\n"
-ODD = "No devices were found\nNVIDIA X, [N/A], 1, 2\nNVIDIA T4, 7.5, 15360, 535.1\n"
+ODD = "No devices were found\nNVIDIA X, [N/A], 1, 2\nNVIDIA T4, 7.5, [N/A], 535.1\n"
 
 
 def gpu(name, capability, memory, driver):
@@ -197,7 +197,7 @@ def test_a_machine_is_described_though_every_probe_fails(monkeypatch):
     "answer, listed",
     [
         (SMI, [gpu("NVIDIA H100 80GB HBM3", "9.0", 79.6, "580.82.07"), gpu("Tesla P100-PCIE-16GB", "6.0", 16.0, "580.82.07")]),
-        (ODD, [gpu("NVIDIA T4", "7.5", 15.0, "535.1")]),
+        (ODD, [gpu("NVIDIA T4", "7.5", None, "535.1")]),
         (FileNotFoundError("nvidia-smi"), []),
         (subprocess.TimeoutExpired("nvidia-smi", 20), []),
         (subprocess.CalledProcessError(9, "nvidia-smi"), []),

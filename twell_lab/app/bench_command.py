@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from .. import records
 from ..core import InputError
 from .model_commands import model_and_windows, placed
-from .options import PATHS, Amount, Count, Device, Dtype, Folder, FromZero, Model, OwnDtype, Seconds, Source, Text
+from .options import PATHS, Amount, Count, Device, Folder, FromZero, Model, OwnDtype, Seconds, Source, Text
 from .terminal import Answer, Ratio, verdict
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def bench(
     seconds: Annotated[Seconds, "how long to measure each size on a CPU"] = 2.0,
     out: Annotated[Folder | None, "save what was measured here"] = None,
     device: Device = None,
-    dtype: Annotated[
-        Sequence[Dtype] | None, "[bfloat16 on a GPU, float16 on one older than sm_80, else float32]"
-    ] = None,
+    dtype: OwnDtype = None,
 ) -> Answer:
     """Check and time a sparse feed-forward layer against torch's dense one.
 
@@ -52,11 +50,8 @@ def bench(
 
     from ..bench import forward
 
-    timed = [
-        forward.ffn(count, d_model, d_ff, nnz, dtype=kind, device=device, compiled=compiled, seconds=seconds)
-        for kind in ([getattr(torch, name) for name in dtype] if dtype else [None])
-        for count in tokens
-    ]
+    how: dict = {"dtype": getattr(torch, dtype) if dtype else None, "device": device, "compiled": compiled}
+    timed = [forward.ffn(count, d_model, d_ff, nnz, **how, seconds=seconds) for count in tokens]
     saved = [f"bench: saved {record.save(out)}" for record in timed] if out is not None else []
     rows = records.flat_rows(timed)
     return Answer(rows, "\n".join([records.table(rows, records.COLUMNS), *saved]))
@@ -90,8 +85,7 @@ def bench_model(
     if model in NAMES and not os.path.isdir(model):
         if text is not None:
             raise InputError(
-                f"--text is {text!r:.200}, and {model} is a size, whose drawn model has no tokenizer; accepted: --text "
-                "with a saved model"
+                f"--text is {text!r:.200}, and {model} has no tokenizer; accepted: --text with a saved model"
             )
         how |= {"device": device, "dtype": getattr(torch, dtype) if dtype else None}
         record, read = bench.model(model, **how), "random tokens"
@@ -135,18 +129,16 @@ def pairs(rows: list[dict]) -> list[dict]:
     at = {(row["workload"], row["head"], row["path"]): row for row in rows}
     compared = []
     for (workload, head, path), row in at.items():
-        name, compiled, _ = path.removesuffix(" (graph)").partition(" compiled")
-        graph, own = path.endswith(" (graph)"), name.endswith("for graphs")
+        compiled, graph, own = (word in path for word in (" compiled", " (graph)", "for graphs"))
         base = f"dense {'compiled' if compiled else 'eager'}{' (graph)' * graph}"
         dense = at.get((workload, head, base))
-        if name.startswith("dense") or (own and not graph) or dense is None:
+        if path.startswith("dense") or (own and not graph) or dense is None:
             continue
         # Dense and sparse took turns: what disturbed one of a turn disturbed the other, too.
         turns = [a / b for a, b in zip(dense["wall_samples"], row["wall_samples"], strict=True)]
         low, _, high = quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else turns * 3
-        rate = "tokens_per_s" if "tokens_per_s" in row else "tokens_per_ms"
-        what = workload.partition(", ")[2]
-        ways = [*["compiled"] * bool(compiled), *["CUDA graph"] * graph, *["planned for it"] * own]
+        rate, what = "tokens_per_s" if "tokens_per_s" in row else "tokens_per_ms", workload.partition(", ")[2]
+        ways = ["compiled"] * compiled + ["CUDA graph"] * graph + ["planned for it"] * own
         pair = {
             "what": f"forward, {what}" if row["kind"] == "model_forward" else what,
             "head": "with" if head else "without",
@@ -162,9 +154,8 @@ def pairs(rows: list[dict]) -> list[dict]:
             "layer_error": row.get("layer_error"),
             "layers": row.get("choice"),
         }
-        for column, (key, unit) in _ALSO.items():
-            if key in dense and key in row:
-                pair[column] = f"{dense[key] / unit:.4g} to {row[key] / unit:.4g}"
+        both = {column: (key, unit) for column, (key, unit) in _ALSO.items() if key in dense and key in row}
+        pair |= {name: f"{dense[key] / unit:.4g} to {row[key] / unit:.4g}" for name, (key, unit) in both.items()}
         compared.append(pair)
     return compared
 
@@ -172,13 +163,14 @@ def pairs(rows: list[dict]) -> list[dict]:
 def conclusion(compared: list[dict]) -> str:
     """Return in one sentence what these pairs show. A difference counts where the rates and three quarters of the turns
     show it, and there were as many as TURNS."""
-    enough = [pair for pair in compared if pair["turns"] >= TURNS]
-    ratios = []
-    for pair in enough:
-        what = f"{pair['what']}{' without the LM head' * (pair['head'] == 'without')}, {pair['how']}"
-        ratios.append(Ratio(pair["times"], pair["low"], pair["high"], what))
+    ratios = [
+        Ratio(pair["times"], pair["low"], pair["high"], f"{pair['what']}{' without the LM head' * bare}, {pair['how']}")
+        for pair in compared
+        for bare in [pair["head"] == "without"]
+        if pair["turns"] >= TURNS
+    ]
     parts = [verdict(ratios)] if ratios else []
-    if few := len(compared) - len(enough):
+    if few := len(compared) - len(ratios):
         parts.append(f"not told apart in {few}, which took fewer than {TURNS} turns: give it more --seconds")
     dense = all((pair["layers"] or "").endswith(" dense") and "," not in pair["layers"] for pair in compared)
     why = "; all layers stay dense, as no other path was found to be faster, so any difference is chance" * dense

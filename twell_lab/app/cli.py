@@ -20,7 +20,7 @@ from typing import NoReturn
 from .. import __version__
 from ..core import TwellError
 from . import bench_command, commands, doctor, model_commands, terminal
-from .options import add_fields, add_parameters
+from .options import add_parameters
 
 COMMANDS: dict[str, Callable[..., terminal.Answer | None]] = {
     "doctor": doctor.doctor,
@@ -71,7 +71,7 @@ def _parser(asked: str | None = None) -> argparse.ArgumentParser:
         if name == asked == "train":
             from ..training.config import TrainConfig
 
-            add_fields(one, TrainConfig)
+            add_parameters(one, TrainConfig)
     return parser
 
 

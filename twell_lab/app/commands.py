@@ -1,4 +1,4 @@
-"""The commands that need no saved model: tour, train, prepare, predict, course, submit, grade, record and records. Each imports what it needs when it runs."""
+"""The commands that need no saved model. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from .. import core, records
 from ..core import InputError, RecordError, StackError, check_folder
-from .options import Amount, Count, Dtype, Folder, FromZero, Seconds, Source
+from .options import Amount, Count, Folder, FromZero, Seconds, Source
 from .terminal import Answer
 
 
@@ -235,9 +235,9 @@ def list_records(
     recorded = sorted(records.load_all(folder), key=lambda record: record.name)
     if kind is None:
         rows = [_summary(record) for record in recorded]
-        table = records.table(rows, {key: key for key in ("kind", "device", "date", "rows", "state")})
-        none = "records: none in this folder yet; on a GPU, twell-lab record makes them"
-        return Answer(rows, f"{table}\ntwell-lab records KIND lists the rows of one" if rows else none)
+        columns = {key: key for key in ("kind", "device", "date", "rows", "state")}
+        said = f"{records.table(rows, columns)}\ntwell-lab records KIND lists the rows of one"
+        return Answer(rows, said if rows else "records: none in this folder yet; on a GPU, twell-lab record makes them")
     chosen = [record for record in recorded if record.name == kind]
     if not chosen:
         kinds = ", ".join(dict.fromkeys(record.name for record in recorded))
@@ -250,10 +250,6 @@ def _summary(record: records.Record) -> dict:
     devices = {row["device"] for row in record.rows if isinstance(row.get("device"), str)}
     devices = devices or {gpu["name"] for gpu in record.machine.get("gpus") or ()} or {"CPU"}
     part = ", cut off" if "unfinished" in record.notes else ", in part" if "left_out" in record.notes else ""
-    return {
-        "kind": record.name,
-        "device": ", ".join(sorted(devices)),
-        "date": record.date[:10],
-        "rows": len(record.rows),
-        "state": f"{'stale' if records.stale(record) else 'current'}{part}",
-    }
+    state = ("stale" if records.stale(record) else "current") + part
+    said = {"kind": record.name, "device": ", ".join(sorted(devices)), "date": record.date[:10]}
+    return said | {"rows": len(record.rows), "state": state}

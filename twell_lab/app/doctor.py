@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import warnings
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -55,6 +54,8 @@ def examine() -> dict[str, Finding]:
         try:
             facts = facts or core.describe_machine() | {"usable": core.gpu() is not None}
             findings[topic] = Finding(*probe(facts))
+        except StackError as error:
+            findings[topic] = Finding("missing", str(error))
         except Exception as error:  # the doctor is run where things are broken, so any kind of error may come
             findings[topic] = Finding("limited", f"could not be examined ({type(error).__name__}: {error})")
     return findings
@@ -105,13 +106,11 @@ def _gpu(facts: dict) -> tuple:
     if facts["usable"]:
         return "ok", named
     driver, build = core.major(facts["cuda_driver"]), core.major(facts["torch_cuda"])
-    if build is None:
-        why = "torch is not installed" if facts["torch"] is None else f"torch {facts['torch']} is a build without CUDA"
-    elif driver is not None and driver < build:
-        why = f"its driver runs CUDA up to {facts['cuda_driver']}, and torch is built for CUDA {facts['torch_cuda']}"
-    else:  # another stack would not help
-        why = f"torch, built for CUDA {facts['torch_cuda']}, cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
-        return "limited", f"{named}; {why}"
+    torch = f"torch {facts['torch']}, built for CUDA {facts['torch_cuda']},"
+    if build is not None and (driver is None or driver >= build):  # another stack would not help
+        return "limited", f"{named}; {torch} cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
+    newest = f"needs a newer driver than this one, which runs CUDA up to {facts['cuda_driver']}"
+    why = f"torch {facts['torch']} is a build without CUDA" if build is None else f"{torch} {newest}"
     return "limited", f"{named}; {why}", install_command("cu12")
 
 
@@ -136,15 +135,6 @@ def _nvrtc(facts: dict) -> tuple:
     return "ok", f"the CUDA compiler library, {facts['nvrtc']}, for {archs}, with or without a GPU"
 
 
-def _cache(facts: dict) -> tuple:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        folder = core.cache_dir()
-    if caught:
-        return "limited", str(caught[0].message), "export TWELL_LAB_CACHE=/a/folder/of/your/own"
-    return "ok", f"compiled kernels are kept in {folder}"
-
-
 # ---- what will run ----
 
 
@@ -164,10 +154,7 @@ def _simulator(facts: dict) -> tuple:
         return _NO_TORCH
     from ..simulator import toolchain
 
-    try:
-        found = toolchain.compiler()
-    except StackError as error:
-        return "missing" if sys.platform == "linux" else "limited", str(error)
+    found = toolchain.compiler()
     return "ok", f"runs the CUDA kernels on the CPU, compiled with {found.path}: {found.version}"
 
 
@@ -191,7 +178,6 @@ _PROBES: dict[str, Callable[[dict], tuple]] = {
     "GPU": _gpu,
     "CuPy": _cupy,
     "NVRTC": _nvrtc,
-    "kernel cache": _cache,
     "GPU kernels": _gpu_kernels,
     "simulator": _simulator,
     "notebooks": _notebooks,

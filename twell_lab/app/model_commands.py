@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _PICTURES = (".png", ".svg", ".pdf")
 _NEEDS_KALEIDO = "--plot needs kaleido, with Chrome: pip install kaleido; --html needs neither"
-_ROUNDS = 5  # texts of each model, in turn, where dense and sparse are compared; their medians count
 
 
 # ---- the model and the text that a command is given ----
@@ -55,16 +54,12 @@ def model_and_windows(name: str, text: str | None, count: int = 1, *, tokens: in
     whole = load_any(text, tokenizer=tokenizer if own else None)
     seen = text is None or is_prepared(text) or own and whole.sha256 == text_of(name).get("sha256")
     part = whole.split()[1] if seen else whole
-    longest = model.config.context if own else getattr(model.config, "max_position_embeddings", None)
-    context = longest if own else min(512, longest or 512)
+    context = model.config.context if own else min(512, getattr(model.config, "max_position_embeddings", None) or 512)
     count = max(count, -(-tokens // context))
-    ids, unit = part.tokens, part.tokenizer.unit
+    ids, unit = part.tokens, part.tokenizer.unit if own else "tokens"
     if not own:  # a token is rarely longer than eight bytes; the beginning of a longer text does
         start = part.tokenizer.decode(part.tokens[: 8 * (count + 1) * context]).decode("utf-8", "replace")
-        ids, unit = (
-            tokenizer(start, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0],
-            "tokens",
-        )
+        ids = tokenizer(start, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
     if len(ids) <= context:
         raise InputError(f"{part.name} has {len(ids)} {unit}; windows of {context} need at least {context + 1}")
     if not own and (largest := int(ids.max())) >= (known := model.get_input_embeddings().weight.shape[0]):
@@ -144,7 +139,7 @@ def speak(model: nn.Module, prompt: Tensor, tokens: int, how: dict) -> tuple[Ten
     return said, len(said) / (time.perf_counter() - start)
 
 
-def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, how: dict, rounds: int = _ROUNDS) -> dict:
+def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, how: dict, rounds: int = 5) -> dict:
     """Let two models speak in turn, once before it counts, since a GPU captures their steps then; return {tokens_per_s,
     dense_tokens_per_s: medians, ratios: of each turn, same: whether all they said is the same}."""
     turns = [(speak(sparse, prompt, tokens, how), speak(dense, prompt, tokens, how)) for _ in range(rounds + 1)][1:]

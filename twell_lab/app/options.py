@@ -10,7 +10,6 @@ import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ArgumentGroup
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -77,69 +76,50 @@ Source = Annotated[str, Kind("PATH", source)]
 Target = Annotated[Path, Kind("FILE", _writable(check_target))]
 Folder = Annotated[Path, Kind("FOLDER", _writable(check_folder))]
 Dtype = Literal["bfloat16", "float16", "float32"]
-# Of several commands, with their help.
-Model = Annotated[
-    str,
-    Kind("MODEL", source),
-    "a folder that twell-lab train --out wrote, or one of transformers, or a repository of the Hub",
-]
-Text = Annotated[
-    str | None,
-    Kind("PATH", source),
-    "a file or folder, read whole; of the text that the model was trained on, only the held-out part "
-    "[the held-out part of the source of Python's standard library]",
-]
+PATHS = "twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, predicted, experts"
+Model = Annotated[str, Kind("PATH", source), "a folder of twell-lab train's or of transformers', or a name on the Hub"]
+Text = Annotated[Source | None, "read whole, or what training held out of it [as much of Python's standard library]"]
 Device = Annotated[str | None, "cpu, cuda, cuda:1 [a GPU where there is one]"]
 OwnDtype = Annotated[Dtype | None, "[bfloat16 on a GPU, float16 on one older than sm_80, else float32]"]
-PATHS = "twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, predicted, experts"
 _KINDS = {int: Kind("N", int), float: Kind("X", float), Path: Kind("PATH", path), str: Kind("WORD", str)}
 
 
-def add_parameters(parser: ArgumentParser, command: Callable) -> None:
-    """Add an argument for each positional parameter of a command, an option for each that is given by name."""
-    hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
-        needed = parameter.default is parameter.empty
-        how = (
-            {} if parameter.kind is parameter.VAR_KEYWORD else _how(hints[name], None if needed else parameter.default)
-        )
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            parser.add_argument(_option(name), dest=name, required=needed, **how)
-        elif how:
-            parser.add_argument(name, **how if needed else {"nargs": "?", **how})
+def add_parameters(parser: ArgumentParser, made: Callable) -> None:
+    """Add the parameters of a command to its parser: an argument for each positional one, an option for each other.
 
-
-def add_fields(parser: ArgumentParser, config: type) -> None:
-    """Add an option for each field of the dataclass `config`. Its help is the field's text in the docstring of
-    `config`; its group is the section of the docstring that the text stands in. A field called text takes a path."""
-    hints, texts = get_type_hints(config), {}
+    Of a dataclass each field is an option. Its help is its text in the docstring, its group the section there."""
+    hints, texts = get_type_hints(made, include_extras=True), {}
     group: ArgumentParser | _ArgumentGroup = parser
-    for entry in _ENTRY.finditer(inspect.getdoc(config) or ""):  # none under -OO
+    for entry in _ENTRY.finditer(inspect.getdoc(made) or "") if isinstance(made, type) else ():  # none under -OO
         if entry["title"]:
             group = parser.add_argument_group(entry["title"][0].lower() + entry["title"][1:])
         else:
             texts[entry["name"]] = group, " ".join(entry["text"].split()).rstrip(".")
-    for field in fields(config):
-        group, text = texts.get(field.name, (parser, ""))
+    for name, parameter in inspect.signature(made).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        group, text = texts.get(name, (parser, ""))
         text = re.sub(r"\b[a-z0-9]+_\w+", lambda word: _option(word[0]) if word[0] in hints else word[0], text)
-        hint = Source if field.name == "text" else hints[field.name]
-        group.add_argument(_option(field.name), dest=field.name, **_how(hint, field.default, text))
+        needed = parameter.default is parameter.empty
+        how = _how(hints[name], None if needed else parameter.default, text)
+        if parameter.kind is parameter.KEYWORD_ONLY or isinstance(made, type):
+            group.add_argument(_option(name), dest=name, required=needed, **how)
+        else:
+            group.add_argument(name, **({} if needed else {"nargs": "?"}) | how | {"metavar": name.upper()})
 
 
 def _option(name: str) -> str:
     return f"--{name.rstrip('_').replace('_', '-')}"  # from_: `from` is a word of Python's
 
 
-def _how(hint: Any, default: Any, text: str = "") -> dict[str, Any]:
+def _how(hint: Any, default: Any, text: str) -> dict[str, Any]:
     """Return the arguments of add_argument that follow from an annotation, which may hold the help text, and a default,
     which is added to that in brackets unless it has some."""
     leaves = [*_leaves(hint)]
     text = [text, *(leaf for leaf in leaves if isinstance(leaf, str))][-1]
     if default not in (None, False, ()) and "[" not in text:
-        shown = default if isinstance(default, (list, tuple)) else [default]
-        text += (
-            f" [{' '.join('yes' if one is True else f'{one:g}' if type(one) is float else str(one) for one in shown)}]"
-        )
+        values = default if isinstance(default, tuple) else (default,)
+        text += f" [{' '.join(f'{value:g}' if isinstance(value, float) else str(value) for value in values)}]"
     how: dict[str, Any] = {"help": text.strip().replace("%", "%%")}
     if bool in leaves:
         return how | {"action": BooleanOptionalAction}

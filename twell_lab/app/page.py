@@ -24,6 +24,7 @@ from .terminal import Ratio, said_fast, verdict
 WITHOUT, WITH = "without L1", "with L1"  # the two trainings in a tour's record
 FORMATS = ("dense", "CSR", "ELL", "TwELL")
 _ALIKE = ("label", "device", "dtype", "tokens", "nnz")
+_FIRING, _SHORT = "neurons firing for a token, %", "{:.3g}".format
 _TIMES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 
 
@@ -46,7 +47,7 @@ def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> s
         lstrip_blocks=True,
     )
     pages.filters.update(number=format, share=share, json=json.dumps)
-    functions = see_training, see_speed, see_recorded, draw_training, draw_frequency, draw_speeds, tile_cells, said_fast
+    functions = see_speed, see_recorded, draw_training, draw_frequency, draw_speeds, tile_cells, said_fast
     pages.globals.update({made.__name__: made for made in functions})
     return pages.get_template("page.html.jinja").render(
         record=record,
@@ -82,13 +83,9 @@ def comparable(recorded: Iterable[records.Record]) -> list[dict]:
     is current, plain calls on a GPU of a gated layer of 2,048 x 5,632, planned and dense."""
     current = [record for record in records.told(recorded, "inference") if not records.stale(record)]
     wanted = {"kind": "inference", "d_model": 2048, "d_ff": 5632, "gated": True, "workload": "independent, lognormal"}
-    return [
-        {**row, "date": record.date}
-        for record in current[-1:]
-        for row in record.rows
-        if wanted.items() <= row.items() and row["path"] in ("planned", "dense eager", "dense compiled")
-        if not records.is_cpu(row["device"])
-    ]
+    paths = ("planned", "dense eager", "dense compiled")
+    rows = [{**row, "date": record.date} for record in current[-1:] for row in record.rows if row["path"] in paths]
+    return [row for row in rows if wanted.items() <= row.items() and not records.is_cpu(row["device"])]
 
 
 # ---- what is drawn ----
@@ -100,21 +97,18 @@ def draw_training(runs: dict) -> list[dict]:
     for i, (label, run) in enumerate(runs.items()):
         history, width = run["history"], run["config"]["d_ff"]
         seen = [(row["step"], row["val_bits_per_byte"]) for row in history if row.get("val_bits_per_byte") is not None]
-        losses.append(Line(label, seen))
-        firing.append(Line(label, [(row["step"], 100 * row["nnz"] / width) for row in history]))
         trained_on = [(row["step"], row["ce"] / math.log(2)) for row in history]
+        losses.append(Line(label, seen))
         read.append(Line(f"{label}, on the text it trains on", trained_on, behind=i))
-    step, show = Axis("training step"), "{:.3g}".format
-    return [
-        chart("Loss on held-out text", losses + read, step, Axis("bits per byte", show=show)),
-        chart("Firing", firing, step, Axis("neurons firing for a token, %", show=show)),
-    ]
+        firing.append(Line(label, [(row["step"], 100 * row["nnz"] / width) for row in history]))
+    step, loss, fires = Axis("training step"), Axis("bits per byte", show=_SHORT), Axis(_FIRING, show=_SHORT)
+    return [chart("Loss on held-out text", losses + read, step, loss), chart("Firing", firing, step, fires)]
 
 
 def draw_frequency(name: str, frequency: list[float]) -> dict | None:
     """Draw on which share of the tokens each neuron of a layer fires, most used first; None if none does."""
     alive = [(place, 100 * value) for place, value in enumerate(frequency, start=1) if value > 0]
-    up = Axis("tokens it fires for, % (each line 10 times the one below)", log=True, show="{:.3g}".format)
+    up = Axis("tokens it fires for, % (each line 10 times the one below)", log=True, show=_SHORT)
     line = Line(f"{len(alive):,} of {len(frequency):,} neurons", alive)
     title = f"How often each neuron of {name} fires"
     return chart(title, [line], Axis("neuron, most used first"), up) if alive else None
@@ -137,19 +131,13 @@ def layer_table(tour: dict) -> list[dict]:
     without, sparse, layers = tour["runs"][WITHOUT], tour["runs"][WITH], tour["profile"]["layers"]
     names, rows = layer_names([layer["layer"] for layer in layers]), []
     for i, (layer, packed) in enumerate(zip(layers, tour["packing"]["layers"], strict=True)):
-        low, high = percentiles(layer["nnz_histogram"])
         runs = [(WITHOUT, without["density"][i], without["dead"][i]), (WITH, layer["density"], sparse["dead"][i])]
-        rows.append(
-            {
-                "layer": names[i],
-                "runs": runs,
-                "span": f"{low:,} to {high:,}",
-                "d_ff": layer["d_ff"],
-                "used": share(packed["slots_used"] / packed["slots"]),
-                "overflow": share(packed["overflow_rows"] / packed["tokens"]),
-                "bytes": {kind: packed["bytes"][kind] / packed["tokens"] for kind in FORMATS},
-            }
-        )
+        row = {"layer": names[i], "runs": runs, "d_ff": layer["d_ff"]}
+        row["span"] = "{:,} to {:,}".format(*percentiles(layer["nnz_histogram"]))
+        row["used"] = share(packed["slots_used"] / packed["slots"])
+        row["overflow"] = share(packed["overflow_rows"] / packed["tokens"])
+        row["bytes"] = {kind: packed["bytes"][kind] / packed["tokens"] for kind in FORMATS}
+        rows.append(row)
     return rows
 
 
@@ -166,19 +154,6 @@ def tile_cells(tile: dict) -> dict:
 
 
 # ---- sentences that depend on how the numbers compare ----
-
-
-def see_training(without: dict, sparse: dict) -> str:
-    before, after, d_ff = without["mean_nnz"], sparse["mean_nnz"], sparse["config"]["d_ff"]
-    change = sparse["validation_bits_per_byte"] - without["validation_bits_per_byte"]
-    loss = f"{abs(change):.3f} bits per byte {'worse' if change > 0 else 'better'} than without it"
-    fell = "fell" if after < before else "did not fall"
-    return (
-        f"With L1, the neurons that fire for a token {fell} from {before:.1f} to {after:.1f} of {d_ff} "
-        f"({share(before / d_ff)} to {share(after / d_ff)}); on held-out text that model is "
-        f"{loss if abs(change) >= 0.0005 else 'as good as without it'}. "
-        "One seed and a short run: this shows the mechanism, not what L1 costs a real model."
-    )
 
 
 def see_speed(rows: list[dict]) -> str:

@@ -123,9 +123,8 @@ def firing_notes(firing: FiringProfile) -> dict:
 
 
 def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
-    """Pack what the gate of each layer gives on these windows in bfloat16, as that of an LLM would be, check the result,
-    and count the bytes of each format. Returns {tokens, dtype, layers: a list of dicts}, and one tile as
-    `plots.tile_of` describes it."""
+    """Pack what the gate of each layer gives on these windows in bfloat16, as that of an LLM would be, check that, and
+    count the bytes of each format. Returns {tokens, dtype, layers: dicts}, and one tile as `plots.tile_of` does."""
     layers, nearest, shown = [], sys.maxsize, {}
     for layer in feed_forwards(sparse.model):
         gate = activations(sparse.model, windows, layer.name)[1].to(torch.bfloat16)
@@ -162,9 +161,7 @@ def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
     bits = {torch.float32: torch.int32}.get(gate.dtype, torch.int16)
     wrong = int((packed.to_dense().view(bits) != reference.relu(gate).view(bits)).sum())
     if wrong:
-        raise TwellError(
-            f"{name}: {wrong} of {gate.numel()} values did not come back from TwELL as they went in; none may differ"
-        )
+        raise TwellError(f"{name}: {wrong} of {gate.numel()} values did not come back from TwELL; none may differ")
 
 
 def time_layers(sparse: TrainResult, windows: Tensor, seconds: float) -> list[dict]:
@@ -198,9 +195,7 @@ def time_llm_layer(size: tuple[int, int], seconds: float) -> list[dict]:
     return rows
 
 
-def let_speak(
-    runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, tokens: int, rounds: int
-) -> dict[str, object]:
+def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, tokens: int, rounds: int) -> dict:
     """Return text from both models after the same held-out bytes; and the speed of the sparse one, one token at a time,
     with dense layers and with those that a plan chose: {prompt, said: {label: text}, temperature, seed, layers: as
     `twell_lab.report` describes them, and what `in_turn` returns}."""
