@@ -259,7 +259,7 @@ def describe_machine() -> dict:
     cores: how many this process may use. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. torch_cuda,
     cuda_driver: the CUDA version torch was built for, and the newest that the driver runs ("13.0")."""
     return {
-        "os": f"{platform.platform(terse=True)}, {platform.machine()}",
+        "os": f"{_guarded(_os) or platform.system()}, {platform.machine()}",
         "cpu": _guarded(_cpu),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
@@ -363,6 +363,10 @@ def _guarded(probe: Callable[[], Any]) -> Any:
 def _version(package: str) -> str | None:
     """Return the installed version of a package without importing it; None too for one that was removed in part."""
     return _guarded(lambda: metadata.version(package))
+
+
+def _os() -> str:
+    return platform.freedesktop_os_release()["PRETTY_NAME"]
 
 
 def _cpu() -> str | None:

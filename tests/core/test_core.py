@@ -184,7 +184,7 @@ def test_a_machine_is_described_though_every_probe_fails(monkeypatch):
     def broken(*_, **__):
         raise OSError("as on a broken machine")
 
-    for name in ("_cpu", "import_module", "_nvrtc", "_nvidia_smi"):
+    for name in ("_os", "_cpu", "import_module", "_nvrtc", "_nvidia_smi"):
         monkeypatch.setattr(core, name, broken)
     monkeypatch.setattr(core.ctypes, "CDLL", broken)
     monkeypatch.setattr(importlib.metadata, "version", broken)

@@ -50,16 +50,12 @@ def train(
 
       twell-lab train --text my-texts --l1 1e-3 --out build/mine
       twell-lab train --resume build/mine
-      twell-lab train --from build/mine --text other-texts --out build/further
-      twell-lab prepare "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" \\
-        --tokenizer bpe:32768 --out texts/edu
       torchrun --nproc-per-node 2 -m twell_lab train --config 0.5B \\
         --text texts/edu --dtype bfloat16 --compile --out build/edu
 
     Ctrl-C, SIGTERM and every five minutes save the run; about a tenth of the text
     is held out for validation; metrics.jsonl in --out has a line for every
-    --log-every steps. --from takes a model of this project, or a Llama with ReLU of
-    transformers. On a GPU, --dtype bfloat16 --compile is several times faster."""
+    --log-every steps. On a GPU, --dtype bfloat16 --compile is several times faster."""
     from ..training import checkpoint, loop, presets
     from ..training.config import TrainConfig
 

@@ -1,7 +1,5 @@
-"""`twell-lab doctor`: what this machine has, what will run on it, and what would install the rest.
-
-Each finding is made on its own: if looking at one thing fails, that finding says so, and the others are still made.
-"""
+"""`twell-lab doctor`: what this machine has, what will run on it, and what would install the rest. If looking at one
+thing fails, its finding says so, and the others are still made."""
 
 from __future__ import annotations
 
@@ -118,21 +116,14 @@ def _cupy(facts: dict) -> tuple:
     if fault := core.stack_fault():
         harmless = f"{fault[0]}; without a GPU CuPy only compiles, so this does no harm here"
         return ("limited", *fault) if facts["gpus"] else ("ok", harmless)
-    if facts["cupy"] is None:
-        return "missing", "not installed; it loads and launches the CUDA kernels", _cupy_command(facts)
-    return "ok", f"{facts['cupy']} ({facts['cupy_package']})"
-
-
-def _cupy_command(facts: dict) -> str:
     newest = "cu13" if core.major(facts["torch_cuda"]) == 13 else "cu12"
-    return install_command(newest if facts["gpus"] else "compile")
-
-
-def _nvrtc(facts: dict) -> tuple:
-    if facts["nvrtc"] is None:
-        return "missing", "the CUDA compiler library does not load", _cupy_command(facts)
+    command = install_command(newest if facts["gpus"] else "compile")
+    if facts["cupy"] is None:
+        return "missing", "not installed; it loads and launches the CUDA kernels", command
+    if facts["nvrtc"] is None and not os.environ.get("TWELL_LAB_CUBINS"):  # cubins that were compiled elsewhere do
+        return "missing", f"{facts['cupy']} ({facts['cupy_package']}), whose compiler, NVRTC, does not load", command
     archs = ", ".join(compiler.ARCHITECTURES)
-    return "ok", f"the CUDA compiler library, {facts['nvrtc']}, for {archs}, with or without a GPU"
+    return "ok", f"{facts['cupy']} ({facts['cupy_package']}); compiles for {archs}, with or without a GPU"
 
 
 # ---- what will run ----
@@ -142,8 +133,6 @@ def _gpu_kernels(facts: dict) -> tuple:
     if not facts["gpus"]:
         return "limited", "no GPU to run them; plots show recorded runs instead"
     needs = {"GPU": _gpu(facts), "CuPy": _cupy(facts)}
-    if not os.environ.get("TWELL_LAB_CUBINS"):  # cubins that were compiled elsewhere need no compiler here
-        needs["NVRTC"] = _nvrtc(facts)
     if reasons := [f"{topic}: {text}" for topic, (state, text, *_) in needs.items() if state != "ok"]:
         return "limited", f"will not run yet ({'; '.join(reasons)})"
     return "ok", "run on CUDA tensors, compiled on first use"
@@ -177,7 +166,6 @@ _PROBES: dict[str, Callable[[dict], tuple]] = {
     "PyTorch": _torch,
     "GPU": _gpu,
     "CuPy": _cupy,
-    "NVRTC": _nvrtc,
     "GPU kernels": _gpu_kernels,
     "simulator": _simulator,
     "notebooks": _notebooks,

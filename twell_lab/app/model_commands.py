@@ -27,13 +27,13 @@ _NEEDS_KALEIDO = "--plot needs kaleido, with Chrome: pip install kaleido; --html
 # ---- the model and the text that a command is given ----
 
 
-def opened(name: str) -> tuple[nn.Module, Any, bool]:
+def opened(name: str) -> tuple[Any, Any, bool]:
     """Return a model on the CPU, as `tl.load` gives it, its tokenizer, and whether it is one of this project's."""
     from ..models import published
     from ..models.tiny import LanguageModel
     from ..training.text.tokenizer import tokenizer_of
 
-    model: Any = published.load(folder := published.folder_of(name))
+    model = published.load(folder := published.folder_of(name))
     if isinstance(model, LanguageModel):
         return model, tokenizer_of(folder, model.config.vocabulary), True
     return model, published.tokenizer_of(folder), False

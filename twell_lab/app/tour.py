@@ -22,7 +22,7 @@ from ..formats import classic, twell
 from ..layers.find import feed_forwards
 from ..ops import functional, reference
 from ..ops.clock import dtype_for, present_device
-from ..plots import layer_names, share, tile_of
+from ..plots import layer_names, tile_of
 from ..training.config import TrainResult
 from ..training.loop import TOUR, train
 from ..training.text.source import BYTES, load, spread_windows
@@ -88,22 +88,14 @@ def run(text: str | None, out: Path, quick: bool) -> records.Record:
 def summary(record: records.Record) -> str:
     """Return what a tour found, as plain text: the text it read, the two trainings, and the timings."""
     tour = record.notes["tour"]
-    text = f"text: {tour['text']['name']}, {tour['text']['size']:,} bytes, sha256 {tour['text']['sha256']}"
-    trainings = [
-        {
-            "run": label,
-            "bits per byte": run["validation_bits_per_byte"],
-            "mean nnz": run["mean_nnz"],
-            "density": share(run["mean_nnz"] / run["config"]["d_ff"]),
-            "dead neurons": f"{sum(run['dead'])} of {run['config']['d_ff'] * len(run['dead'])}",
-        }
-        for label, run in tour["runs"].items()
-    ]
+    lines = ["text: {name}, {size:,} bytes, sha256 {sha256}".format(**tour["text"])]
+    for label, run in tour["runs"].items():
+        fire = f"{run['mean_nnz']:.1f} of {run['config']['d_ff']} neurons fire for a token"
+        lines.append(f"trained {label}: {run['validation_bits_per_byte']:.3f} bits per byte of held-out text; {fire}")
     timed = [{**row, "label": row.get("label") or "LLM size"} for row in record.rows if page.is_sparse(row)]
-    timings = records.table(timed, {key: key.replace("_", " ") for key in _TIMED} | {"label": "layer"})
-    spoken = f"spoken by the model with L1: {said_fast(tour['texts'])}"
-    note = ["A quick tour: its figures say nothing."] if tour["quick"] else []
-    return "\n\n".join([text, records.table(trainings, {key: key for key in trainings[0]}), timings, spoken, *note])
+    lines.append(records.table(timed, {key: key.replace("_", " ") for key in _TIMED} | {"label": "layer"}))
+    lines.append(f"spoken by the model with L1: {said_fast(tour['texts'])}")
+    return "\n\n".join([*lines, *["A quick tour: its figures say nothing."] * tour["quick"]])
 
 
 def spread(windows: Tensor, tokens: int) -> Tensor:
