@@ -60,8 +60,8 @@ class RecordError(TwellError, ValueError):
 
 
 def optional(module: str, what: str, package: str | None = None) -> Any:
-    """Import an optional package. what: what needs it, for the message of a StackError where it is not installed.
-    package: its name on the index, unless that is the module's."""
+    """Import an optional package, called `package` on the index unless that is the module's name. StackError, saying
+    `what` needs it, where it is not installed."""
     try:
         return import_module(module)
     except ImportError:
@@ -206,7 +206,7 @@ def notebooks_dir() -> Path:
 
 
 def is_installed() -> bool:
-    """Return whether the package was installed from a wheel, with its data inside it; False in a checkout."""
+    """Return whether the package was installed from a wheel; False in a checkout."""
     return data_dir().is_relative_to(_PACKAGE)
 
 
@@ -258,6 +258,7 @@ def describe_machine() -> dict:
 
     cores: how many this process may use. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. torch_cuda,
     cuda_driver: the CUDA version torch was built for, and the newest that the driver runs ("13.0")."""
+    cupy = next(iter(cupy_packages()), None)
     return {
         "os": f"{_guarded(_os) or platform.system()}, {platform.machine()}",
         "cpu": _guarded(_cpu),
@@ -266,11 +267,11 @@ def describe_machine() -> dict:
         "torch": _version("torch"),
         "torch_cuda": torch_cuda(),
         "numpy": _version("numpy"),
-        "cupy": _guarded(lambda: _version(cupy_packages()[0])),
-        "cupy_package": _guarded(lambda: cupy_packages()[0]),
+        "cupy": cupy and _version(cupy),
+        "cupy_package": cupy,
         "nvrtc": _guarded(_nvrtc),
         "gpus": gpus(),
-        "cuda_driver": cuda_driver(),
+        "cuda_driver": _guarded(_cuda_driver),
     }
 
 
@@ -299,15 +300,6 @@ def gpus() -> list[dict]:
 def torch_cuda() -> str | None:
     """Return the CUDA version torch was built for, for example "12.8"; None for a CPU build and without torch."""
     return _guarded(lambda: import_module("torch").version.cuda)
-
-
-def cuda_driver() -> str | None:
-    """Return the newest CUDA version the installed driver runs, for example "12.8"; None without a driver."""
-    version = ctypes.c_int()
-    ask = _guarded(lambda: ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuDriverGetVersion)
-    if ask is None or ask(ctypes.byref(version)):  # works without cuInit, so no GPU is touched
-        return None
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def cupy_packages() -> list[str]:
@@ -374,11 +366,16 @@ def _cpu() -> str | None:
     return named[1].strip() if named else platform.processor() or None
 
 
+def _cuda_driver() -> str | None:
+    version = ctypes.c_int()
+    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    failed = driver.cuDriverGetVersion(ctypes.byref(version))  # works without cuInit, so no GPU is touched
+    return None if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
 def _nvrtc() -> str:
     let_cupy_start()
-    from cupy.cuda import nvrtc
-
-    return ".".join(map(str, nvrtc.getVersion()))
+    return ".".join(map(str, import_module("cupy.cuda.nvrtc").getVersion()))
 
 
 def _torch_gpus() -> list[dict]:

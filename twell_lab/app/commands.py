@@ -35,12 +35,8 @@ def tour(
 
 def train(
     *,
-    out: Annotated[
-        Path | None, "a new folder, for metrics, a checkpoint for --resume and, at the end, the model"
-    ] = None,
-    resume: Annotated[
-        Path | None, "go on with the run saved there; --steps, where and how it computes may change"
-    ] = None,
+    out: Annotated[Path | None, "a new folder, for metrics, checkpoints for --resume, and the trained model"] = None,
+    resume: Annotated[Path | None, "go on with the run there; --steps, where and how it computes may change"] = None,
     config: Annotated[str | None, "what to start from: 1M to 2B, 'list' shows them; or a file of YAML or JSON"] = None,
     **fields: Any,
 ) -> Answer | None:
@@ -74,10 +70,9 @@ def train(
         return None
     layers = enumerate(zip(result.density, result.dead, strict=True))
     rows = [{"layer": number, "density": share, "dead neurons": dead} for number, (share, dead) in layers]
-    said = (
-        f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out text, mean nnz {result.mean_nnz:.1f} "
-    )
-    said += f"of {result.config.d_ff}, {result.seconds:.0f} s" + (f"; the model is in {where}" if where else "")
+    nnz = f"mean nnz {result.mean_nnz:.1f} of {result.config.d_ff}, {result.seconds:.0f} s"
+    said = f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out text, {nnz}"
+    said += f"; the model is in {where}" if where else ""
     return Answer(result.summary(), f"{records.table(rows, {key: key for key in rows[0]})}\n{said}")
 
 
@@ -95,11 +90,11 @@ def prepare(
     with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
         read = prepared.prepare(text, out, tokenizer=tokenizer, on_bytes=lambda size: bar.update(size - bar.n))
     training, validation = (len(part.tokens) for part in read.split())
-    return Answer(
-        {**read.describe(), "training_tokens": training, "validation_tokens": validation},
+    said = (
         f"prepare: {read.size:,} bytes of {read.name} as {len(read.tokens):,} {read.tokenizer.unit}, {validation:,} of "
-        f"them held out; twell-lab train --text {shlex.quote(str(out))} reads them",
     )
+    said += f"them held out; twell-lab train --text {shlex.quote(str(out))} reads them"
+    return Answer({**read.describe(), "training_tokens": training, "validation_tokens": validation}, said)
 
 
 def predict(
@@ -175,9 +170,7 @@ def submit(
     return Answer(judged.record.to_json(), "\n".join([*lines, f"submit: saved {saved}"]))
 
 
-def grade(
-    folders: Annotated[Sequence[Path], "in which a reader worked on the notebooks; the row has its name"],
-) -> Answer:
+def grade(folders: Annotated[Sequence[Path], "in which a reader worked on the notebooks, who has its name"]) -> Answer:
     """Say which exercises were solved in each of some folders, one a reader's."""
     from ..course import progress
 
