@@ -27,6 +27,7 @@ def tour(
     """Train with and without L1, profile, pack, time, and write a page."""
     from . import tour
 
+    check_folder(out)
     record = tour.run(text, out, quick)
     seconds = sum(record.notes["tour"]["seconds"].values())
     done = f"tour: done in {seconds:.0f} s; the page is {out / 'index.html'}"

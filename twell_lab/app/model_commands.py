@@ -256,6 +256,7 @@ def sparsify(
     from ..models.published import folder_of
     from ..models.report import report
     from ..models.swap import sparsify as swap
+    from ..training.checkpoint import STATE
 
     if out is not None and (out / "config.json").exists():
         raise InputError(f"--out is {str(out)!r}, which holds a model; accepted: a folder without one")
@@ -277,7 +278,9 @@ def sparsify(
         f"sparsify: the logits of {ids.numel():,} other tokens are off the dense model's by {off:.2g} of their norm",
     ]
     if out is not None:
-        shutil.copytree(folder_of(model), out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("training.pt", ".*"))
+        for file in folder_of(model).iterdir():
+            if file.is_file() and file.name != STATE:
+                shutil.copy(file, out)
         chosen.save(out / IN_FOLDER)
         where = "" if chosen.device == "CPU" else ", device='cuda'"
         line = f"tl.sparsify(tl.load({str(out)!r}, dtype=torch.{chosen.dtype}{where}), {str(out)!r})"
