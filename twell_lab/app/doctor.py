@@ -16,12 +16,12 @@ from ..core import StackError
 from ..cuda import compile as compiler
 from .terminal import Answer, folded
 
-COURSE = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
-OTHERS = {  # packages that are used where they are there, and for what
-    "transformers": "models of the Hub",
-    "tokenizers": "BPE",
-    "datasets": "texts of the Hub",
-    "nvidia-ml-py": "energy of a GPU",
+USES = {  # of packages that are used where they are there
+    "the course": ("jupyterlab", "ipywidgets", "anywidget", "plotly"),
+    "models of the Hub": ("transformers",),
+    "BPE": ("tokenizers",),
+    "texts of the Hub": ("datasets",),
+    "a GPU's energy": ("nvidia-ml-py",),
 }
 _NO_TORCH = "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
 
@@ -107,8 +107,9 @@ def _gpu(facts: dict) -> tuple:
     torch = f"torch {facts['torch']}, built for CUDA {facts['torch_cuda']},"
     if build is not None and (driver is None or driver >= build):  # another stack would not help
         return "limited", f"{named}; {torch} cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
-    newest = f"needs a newer driver than this one, which runs CUDA up to {facts['cuda_driver']}"
-    why = f"torch {facts['torch']} is a build without CUDA" if build is None else f"{torch} {newest}"
+    why = f"{torch} needs a newer driver than this one, which runs CUDA up to {facts['cuda_driver']}"
+    if build is None:
+        why = f"torch {facts['torch']} is a build without CUDA" if facts["torch"] else "torch is not installed"
     return "limited", f"{named}; {why}", install_command("cu12")
 
 
@@ -116,8 +117,8 @@ def _cupy(facts: dict) -> tuple:
     if fault := core.stack_fault():
         harmless = f"{fault[0]}; without a GPU CuPy only compiles, so this does no harm here"
         return ("limited", *fault) if facts["gpus"] else ("ok", harmless)
-    newest = "cu13" if core.major(facts["torch_cuda"]) == 13 else "cu12"
-    command = install_command(newest if facts["gpus"] else "compile")
+    extra = ("cu13" if core.major(facts["torch_cuda"]) == 13 else "cu12") if facts["gpus"] else "compile"
+    command = install_command(extra) if facts["gpus"] or sys.platform == "linux" else None
     if facts["cupy"] is None:
         return "missing", "not installed; it loads and launches the CUDA kernels", command
     if facts["nvrtc"] is None and not os.environ.get("TWELL_LAB_CUBINS"):  # cubins that were compiled elsewhere do
@@ -147,17 +148,11 @@ def _simulator(facts: dict) -> tuple:
     return "ok", f"runs the CUDA kernels on the CPU, compiled with {found.path}: {found.version}"
 
 
-def _notebooks(facts: dict) -> tuple:
-    if absent := [name for name in COURSE if not _version(name)]:
-        return "missing", f"not installed: {', '.join(absent)}", install_command("course")
-    opens = "twell-lab course" if core.is_installed() else "make lab"
-    return "ok", f"{', '.join(COURSE)} are installed; `{opens}` opens the course"
-
-
-def _others(facts: dict) -> tuple:
-    versions = {name: _version(name) for name in OTHERS}
-    said = ", ".join(f"{name} {versions[name] or 'is not installed'} ({use})" for name, use in OTHERS.items())
-    absent = [name for name in OTHERS if not versions[name] and (facts["gpus"] or name != "nvidia-ml-py")]
+def _packages(facts: dict) -> tuple:
+    versions = {name: _version(name) for names in USES.values() for name in names}
+    shown = {name: f"{name} {version or 'is not installed'}" for name, version in versions.items()}
+    said = "; ".join(f"{', '.join(shown[name] for name in names)} ({use})" for use, names in USES.items())
+    absent = [name for name in versions if not versions[name] and (facts["gpus"] or name != "nvidia-ml-py")]
     return ("missing", said, f"pip install {shlex.join(absent)}") if absent else ("ok", said)
 
 
@@ -168,6 +163,5 @@ _PROBES: dict[str, Callable[[dict], tuple]] = {
     "CuPy": _cupy,
     "GPU kernels": _gpu_kernels,
     "simulator": _simulator,
-    "notebooks": _notebooks,
-    "other packages": _others,
+    "packages": _packages,
 }
