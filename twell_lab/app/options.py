@@ -1,5 +1,5 @@
-"""The command line of a function: each parameter is an option, whose kind and help its annotation holds. Imports no
-torch."""
+"""The command line of a function: each parameter is an option. Its annotation may hold its help, a text, and its kind, a
+pair: what help calls a value, and what reads one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, _ArgumentGroup
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from ..core import RecordError, check_folder, check_target
 
 LARGEST = 2**63 - 1  # the largest size that torch takes
 # In a docstring: a line that is the title of a section, or a field with its text, whose further lines are indented.
 _ENTRY = re.compile(r"^(?P<title>\w[\w ]*):$|^(?P<indent> *)(?P<name>\w+): (?P<text>.+(?:\n(?P=indent) {4}.+)*)", re.M)
-
-
-class Kind(NamedTuple):
-    """A kind of values: what help calls one, and what reads it."""
-
-    name: str
-    read: Callable[[str], Any]
 
 
 def source(text: str) -> str:
@@ -68,20 +61,20 @@ def _number(kind: Callable[[str], float], least: float, most: float) -> Callable
     return parsed
 
 
-Count = Annotated[int, Kind("N", _number(int, 1, LARGEST))]
-FromZero = Annotated[int, Kind("N", _number(int, 0, LARGEST))]
-Amount = Annotated[float, Kind("X", _number(float, 0.0, sys.float_info.max))]
-Seconds = Annotated[float, Kind("S", _number(float, 1e-9, 3600))]
-Source = Annotated[str, Kind("PATH", source)]
-Target = Annotated[Path, Kind("FILE", _writable(check_target))]
-Folder = Annotated[Path, Kind("FOLDER", _writable(check_folder))]
+Count = Annotated[int, ("N", _number(int, 1, LARGEST))]
+FromZero = Annotated[int, ("N", _number(int, 0, LARGEST))]
+Amount = Annotated[float, ("X", _number(float, 0.0, sys.float_info.max))]
+Seconds = Annotated[float, ("S", _number(float, 1e-9, 3600))]
+Source = Annotated[str, ("PATH", source)]
+Target = Annotated[Path, ("FILE", _writable(check_target))]
+Folder = Annotated[Path, ("FOLDER", _writable(check_folder))]
 Dtype = Literal["bfloat16", "float16", "float32"]
 PATHS = "twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8, predicted, experts"
-Model = Annotated[str, Kind("PATH", source), "a folder of twell-lab train's or of transformers', or a name on the Hub"]
+Model = Annotated[str, ("PATH", source), "a folder of twell-lab train's or of transformers', or a name on the Hub"]
 Text = Annotated[Source | None, "read whole, or what training held out of it [as much of Python's standard library]"]
 Device = Annotated[str | None, "cpu, cuda, cuda:1 [a GPU where there is one]"]
 OwnDtype = Annotated[Dtype | None, "[bfloat16 on a GPU, float16 on one older than sm_80, else float32]"]
-_KINDS = {int: Kind("N", int), float: Kind("X", float), Path: Kind("PATH", path), str: Kind("WORD", str)}
+_KINDS = {int: ("N", int), float: ("X", float), Path: ("PATH", path), str: ("WORD", str)}
 
 
 def add_parameters(parser: ArgumentParser, made: Callable) -> None:
@@ -127,8 +120,8 @@ def _how(hint: Any, default: Any, text: str) -> dict[str, Any]:
         how["nargs"] = "+"
     if words := [get_args(leaf) for leaf in leaves if get_origin(leaf) is Literal]:
         return how | {"choices": words[0]}
-    kinds = [leaf for leaf in leaves if isinstance(leaf, Kind)] or [_KINDS[leaf] for leaf in leaves if leaf in _KINDS]
-    return how | {"metavar": kinds[0].name, "type": kinds[0].read}
+    kinds = [leaf for leaf in leaves if isinstance(leaf, tuple)] or [_KINDS[leaf] for leaf in leaves if leaf in _KINDS]
+    return how | {"metavar": kinds[0][0], "type": kinds[0][1]}
 
 
 def _leaves(hint: Any) -> Iterator[Any]:
