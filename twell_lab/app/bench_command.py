@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated
 
 from .. import records
-from ..core import InputError
+from ..core import InputError, check_folder
 from .model_commands import model_and_windows, placed
-from .options import PATHS, Amount, Count, Device, Folder, FromZero, Model, OwnDtype, Seconds, Source, Text
+from .options import PATHS, Device, Model, OwnDtype, Text
 from .terminal import Answer, Ratio, verdict
 
 if TYPE_CHECKING:
@@ -33,13 +34,13 @@ _LOSSY = "error: of the results against a float32 run, by its norm; loss: in nat
 
 def bench(
     *,
-    tokens: Annotated[Sequence[Count], "tokens at once"] = (1, 8, 64),
-    d_model: Annotated[Count, "the layer's width"] = 2048,
-    d_ff: Annotated[Count, "its neurons"] = 5632,
-    nnz: Annotated[Amount, "mean number of neurons firing for a token"] = 29.0,
+    tokens: Annotated[Sequence[int], "tokens at once"] = (1, 8, 64),
+    d_model: Annotated[int, "the layer's width"] = 2048,
+    d_ff: Annotated[int, "its neurons"] = 5632,
+    nnz: Annotated[float, "mean number of neurons firing for a token"] = 29.0,
     compiled: Annotated[bool, "time torch.compile's dense layer too"] = False,
-    seconds: Annotated[Seconds, "how long to measure each size on a CPU"] = 2.0,
-    out: Annotated[Folder | None, "save what was measured here"] = None,
+    seconds: Annotated[float, "how long to measure each size on a CPU"] = 2.0,
+    out: Annotated[Path | None, "save what was measured here"] = None,
     device: Device = None,
     dtype: OwnDtype = None,
 ) -> Answer:
@@ -50,6 +51,8 @@ def bench(
 
     from ..bench import forward
 
+    if out is not None:
+        check_folder(out)
     how: dict = {"dtype": getattr(torch, dtype) if dtype else None, "device": device, "compiled": compiled}
     timed = [forward.ffn(count, d_model, d_ff, nnz, **how, seconds=seconds) for count in tokens]
     saved = [f"bench: saved {record.save(out)}" for record in timed] if out is not None else []
@@ -61,15 +64,15 @@ def bench_model(
     model: Annotated[Model, "the folder or repository of a saved model; or a size, 1M to 2B: a drawn Llama"],
     *,
     text: Text = None,
-    tokens: Annotated[Sequence[Count] | None, "of each forward, up to the context or a multiple of it [2048]"] = None,
-    batches: Annotated[Sequence[FromZero], "of the steps of decoding; 0: none [1 8 64]"] = (1, 8, 64),
-    plan: Annotated[Source | None, "a plan, or a folder of twell-lab sparsify's [a new plan]"] = None,
+    tokens: Annotated[Sequence[int] | None, "of each forward, up to the context or a multiple of it [2048]"] = None,
+    batches: Annotated[Sequence[int], "of the steps of decoding; 0: none [1 8 64]"] = (1, 8, 64),
+    plan: Annotated[str | None, "a plan, or a folder of twell-lab sparsify's [a new plan]"] = None,
     paths: Annotated[Sequence[str], f"time it on each of these too, with error and loss: {PATHS} [none]"] = (),
     compiled: Annotated[bool, "time both models under torch.compile too"] = False,
     graphs: Annotated[bool, "on a GPU, time forwards as CUDA graphs too"] = False,
     training: Annotated[bool, "time a training step too"] = False,
-    seconds: Annotated[Seconds | None, "how long to measure each row on a CPU; on a GPU its energy [1; 3]"] = None,
-    out: Annotated[Folder | None, "save what was measured here"] = None,
+    seconds: Annotated[float | None, "how long to measure each row on a CPU; on a GPU its energy [1; 3]"] = None,
+    out: Annotated[Path | None, "save what was measured here"] = None,
     device: Device = None,
     dtype: OwnDtype = None,
 ) -> Answer:
@@ -79,6 +82,8 @@ def bench_model(
     from .. import bench
     from ..bench.drawn import NAMES
 
+    if out is not None:
+        check_folder(out)
     batches = [batch for batch in batches if batch]
     how: dict = {"tokens": tokens, "batches": batches, "plan": plan, "paths": paths, "compiled": compiled}
     how |= {"graphs": graphs, "training": training, "seconds": seconds}

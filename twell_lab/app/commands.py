@@ -14,14 +14,13 @@ from typing import Annotated, Any
 
 from .. import core, records
 from ..core import InputError, RecordError, StackError, check_folder
-from .options import Amount, Count, Folder, FromZero, Seconds, Source
 from .terminal import Answer
 
 
 def tour(
     *,
-    text: Annotated[Source | None, "a file or folder to train on [the source of Python's standard library]"] = None,
-    out: Annotated[Folder, "where index.html and tour.json go"] = Path("build/tour"),
+    text: Annotated[str | None, "a file or folder to train on [the source of Python's standard library]"] = None,
+    out: Annotated[Path, "where index.html and tour.json go"] = Path("build/tour"),
     quick: Annotated[bool, "a few steps and small layers, to see that all works; its figures say nothing"] = False,
 ) -> Answer:
     """Train with and without L1, profile, pack, time, and write a page."""
@@ -78,7 +77,7 @@ def train(
 
 
 def prepare(
-    text: Annotated[Source, "a file, a folder of files, or hf:owner/name?bytes=10e9, that much of a dataset"],
+    text: Annotated[str, "a file, a folder of files, or hf:owner/name?bytes=10e9, that much of a dataset"],
     *,
     out: Annotated[Path, "a new folder, for twell-lab train --text"],
     tokenizer: Annotated[str | None, "bytes, bpe:4096 (a BPE of that size, trained here), or a file [bytes]"] = None,
@@ -101,10 +100,10 @@ def prepare(
 def predict(
     gpu: Annotated[str, 'a GPU of data/gpus.json, such as "RTX 4090"; "list" names all'],
     *,
-    tokens: Annotated[Sequence[Count], "tokens at once"] = (1, 16, 256, 2048, 16384),
-    d_model: Annotated[Count, "the layer's width"] = 2048,
-    d_ff: Annotated[Count, "its neurons"] = 5632,
-    nnz: Annotated[Amount, "mean number of neurons firing for a token"] = 29.0,
+    tokens: Annotated[Sequence[int], "tokens at once"] = (1, 16, 256, 2048, 16384),
+    d_model: Annotated[int, "the layer's width"] = 2048,
+    d_ff: Annotated[int, "its neurons"] = 5632,
+    nnz: Annotated[float, "mean number of neurons firing for a token"] = 29.0,
     gated: Annotated[bool, "a layer with a gate"] = True,
 ) -> Answer:
     """Say what a layer should take on a GPU that you do not have."""
@@ -156,11 +155,12 @@ def course(
 def submit(
     file: Annotated[Path, "a CUDA source with the kernel down"],
     *,
-    out: Annotated[Folder, "save the record here [this folder]"] = Path(),
+    out: Annotated[Path, "save the record here [this folder]"] = Path(),
 ) -> Answer:
     """Judge a kernel of the capstone, which runs here as any program does, and write a record of its medal."""
     from ..course import capstone
 
+    check_folder(out)
     judged = capstone.submit(file)
     lines = [f"submit: {line}" for line in (judged.said, judged.on_gpu) if line]
     if judged.record is None:
@@ -182,9 +182,9 @@ def grade(folders: Annotated[Sequence[Path], "in which a reader worked on the no
 def record(
     name: Annotated[str | None, "without a name, the names are listed"] = None,
     *,
-    out: Annotated[Folder | None, "where the record goes [data/records of a checkout, else the working folder]"] = None,
-    seed: Annotated[FromZero | None, "for attack only: draw other cases"] = None,
-    seconds: Annotated[Seconds | None, "for attack, and recordings of large tables: how long at most"] = None,
+    out: Annotated[Path | None, "where the record goes [data/records of a checkout, else the working folder]"] = None,
+    seed: Annotated[int | None, "for attack only: draw other cases"] = None,
+    seconds: Annotated[float | None, "for attack, and recordings of large tables: how long at most"] = None,
     rivals: Annotated[Path | None, "for arena only: files NAME.py with what is timed beside; these are run"] = None,
 ) -> Answer:
     """Make one of the recordings that the course's figures come from."""

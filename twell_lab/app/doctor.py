@@ -23,7 +23,6 @@ USES = {  # of packages that are used where they are there
     "texts of the Hub": ("datasets",),
     "a GPU's energy": ("nvidia-ml-py",),
 }
-_NO_TORCH = "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
 
 
 class Finding(NamedTuple):
@@ -83,7 +82,7 @@ def _version(package: str) -> str | None:
 
 def _torch(facts: dict) -> tuple:
     if facts["torch"] is None:
-        return _NO_TORCH
+        return "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
     import torch  # if it is installed and does not load, or the operators do not, the finding shows the error
 
     from ..ops import functional  # noqa: F401
@@ -140,8 +139,6 @@ def _gpu_kernels(facts: dict) -> tuple:
 
 
 def _simulator(facts: dict) -> tuple:
-    if facts["torch"] is None:
-        return _NO_TORCH
     from ..simulator import toolchain
 
     found = toolchain.compiler()

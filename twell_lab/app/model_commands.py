@@ -6,13 +6,12 @@ import copy
 import shutil
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..core import InputError, StackError, write_atomically
-from .options import PATHS, Amount, Count, Device, Folder, FromZero, Model, OwnDtype, Target, Text
+from ..core import InputError, StackError, check_folder, check_target, optional, write_atomically
+from .options import PATHS, Device, Model, OwnDtype, Text
 from .terminal import Answer, said_fast
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from ..analysis.profile import FiringProfile
 
 _PICTURES = (".png", ".svg", ".pdf")
-_NEEDS_KALEIDO = "--plot needs kaleido, with Chrome: pip install kaleido; --html needs neither"
 
 
 # ---- the model and the text that a command is given ----
@@ -50,6 +48,8 @@ def model_and_windows(name: str, text: str | None, count: int = 1, *, tokens: in
     from ..training.text.prepared import is_prepared, load_any
     from ..training.text.source import spread_windows
 
+    if count < 1:
+        raise InputError(f"--windows is {count}; accepted: 1 or more")
     model, tokenizer, own = opened(name)
     whole = load_any(text, tokenizer=tokenizer if own else None)
     seen = text is None or is_prepared(text) or own and whole.sha256 == text_of(name).get("sha256")
@@ -84,10 +84,10 @@ def sample(
     model: Model,
     *,
     prompt: Annotated[str, "what the model continues [a new line]"] = "\n",
-    tokens: Annotated[Count, "how many to add, unless a model of transformers ends its text before"] = 200,
-    temperature: Annotated[Amount, "0 takes the most likely token; above, tokens are drawn"] = 0.0,
-    top_k: Annotated[Count | None, "draw from the N most likely tokens alone"] = None,
-    seed: Annotated[FromZero | None, "of the draw [another one each time]"] = None,
+    tokens: Annotated[int, "how many to add, unless a model of transformers ends its text before"] = 200,
+    temperature: Annotated[float, "0 takes the most likely token; above, tokens are drawn"] = 0.0,
+    top_k: Annotated[int | None, "draw from the N most likely tokens alone"] = None,
+    seed: Annotated[int | None, "of the draw [another one each time]"] = None,
     sparse: Annotated[bool, "plan the layers on this text, swap them, and compare with the dense model"] = False,
     device: Device = None,
 ) -> Answer:
@@ -154,10 +154,8 @@ def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, ho
 
 
 def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None) -> tuple[nn.Module, list[dict]]:
-    """Return a copy of the model with its layers swapped by a plan for one token at a time, and its report's rows.
-
-    They are timed on the text [tokens]; on the second half of it where they are profiled on the first, because
-    `firing`, a profile on another text, is not given."""
+    """Return a copy of the model with its layers swapped by a plan for one token at a time, and its report's rows. They
+    are timed on the text [tokens], or on its second half where the first is profiled, as there is no `firing`."""
     from ..analysis.planner import plan
     from ..analysis.profile import profile
     from ..models.report import report
@@ -179,20 +177,22 @@ def profile(
     model: Model,
     *,
     text: Text = None,
-    windows: Annotated[Count, "how many windows"] = 256,
-    out: Annotated[Target | None, "save the counts here, as JSON"] = None,
+    windows: Annotated[int, "how many windows"] = 256,
+    out: Annotated[Path | None, "save the counts here, as JSON"] = None,
     against: Annotated[Path | None, "compare with the profile that --out saved here"] = None,
-    html: Annotated[Target | None, "draw it into a page that needs no network"] = None,
-    plot: Annotated[Target | None, "draw its layers into a picture: .png, .svg or .pdf; needs kaleido"] = None,
+    html: Annotated[Path | None, "draw it into a page that needs no network"] = None,
+    plot: Annotated[Path | None, "draw its layers into a picture: .png, .svg or .pdf; needs kaleido"] = None,
 ) -> Answer:
-    """Count which neurons of a saved model fire on a text."""
+    """int which neurons of a saved model fire on a text."""
     from ..analysis.predict import verdict
     from ..analysis.profile import FiringProfile, profile
 
+    for place in filter(None, (out, html, plot)):  # before the work
+        check_target(place)
     if plot is not None and plot.suffix not in _PICTURES:
         raise InputError(f"--plot is {str(plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")
-    if plot is not None and find_spec("kaleido") is None:
-        raise StackError(_NEEDS_KALEIDO)
+    if plot is not None:
+        optional("kaleido", "--plot")
     other = None if against is None else FiringProfile.load(against)  # refused before the work
     loaded, part, read = model_and_windows(model, text, windows)
     firing = profile(loaded, read.split(32))
@@ -212,7 +212,7 @@ def profile(
     }
     lines = [str(firing), f"profile: {firing.tokens:,} tokens of {part.name}", said]
     lines += [] if compared is None else [f"\nbeside {against}", str(compared)]
-    lines += [f"profile: saved {place}" for place in (out, html, plot) if place is not None]
+    lines += [f"profile: saved {place}" for place in filter(None, (out, html, plot))]
     return Answer(value, "\n".join(lines))
 
 
@@ -230,16 +230,16 @@ def _draw(firing: FiringProfile, html: Path | None, picture: Path | None) -> Non
         try:
             write_atomically(picture, plots.firing_by_layer(firing).to_image(format=picture.suffix[1:]))
         except (ImportError, RuntimeError):  # which fill a screen
-            raise StackError(_NEEDS_KALEIDO) from None
+            raise StackError("--plot needs kaleido, with Chrome: pip install kaleido; --html needs neither") from None
 
 
 def sparsify(
     model: Model,
     *,
     text: Text = None,
-    windows: Annotated[Count, "how many windows to profile, and how many others to time on"] = 256,
-    out: Annotated[Folder | None, "save the model and the plan here, in a folder without a model"] = None,
-    tokens: Annotated[Sequence[Count], "tokens at once to plan for"] = (1, 64, 2048, 16384),
+    windows: Annotated[int, "how many windows to profile, and how many others to time on"] = 256,
+    out: Annotated[Path | None, "save the model and the plan here, in a folder without a model"] = None,
+    tokens: Annotated[Sequence[int], "tokens at once to plan for"] = (1, 64, 2048, 16384),
     predict_only: Annotated[bool, "time none of the candidates"] = False,
     calls: Annotated[Literal["eager", "compiled", "captured"], "how the model will be called"] = "eager",
     paths: Annotated[Sequence[str] | None, f"what to weigh beside dense: {PATHS} [twell hot_cold]"] = None,
@@ -258,8 +258,10 @@ def sparsify(
     from ..models.swap import sparsify as swap
     from ..training.checkpoint import STATE
 
-    if out is not None and (out / "config.json").exists():
-        raise InputError(f"--out is {str(out)!r}, which holds a model; accepted: a folder without one")
+    if out is not None:
+        check_folder(out)
+        if (out / "config.json").exists():
+            raise InputError(f"--out is {str(out)!r}, which holds a model; accepted: a folder without one")
     loaded, part, read = model_and_windows(model, text, 2 * windows)
     loaded.to(*placed(device, dtype)).requires_grad_(False)
     # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.

@@ -149,9 +149,8 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
 
 
 def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
-    """Raise TwellError unless unpacking gives relu(gate) back, bit for bit."""
-    bits = {torch.float32: torch.int32}.get(gate.dtype, torch.int16)
-    wrong = int((packed.to_dense().view(bits) != reference.relu(gate).view(bits)).sum())
+    """Raise TwellError unless unpacking gives relu(gate), of 16 bits, back bit for bit."""
+    wrong = int((packed.to_dense().view(torch.int16) != reference.relu(gate).view(torch.int16)).sum())
     if wrong:
         raise TwellError(f"{name}: {wrong} of {gate.numel()} values did not come back from TwELL; none may differ")
 

@@ -116,6 +116,7 @@ def test_without_a_terminal_nothing_but_the_result_is_printed(spawn, text):
 # ---- hostile values -----------------------------------------------------------------------------------------------------
 
 NUMBERS = ["0", "-1", "nan", "inf", "", "1e400", "9223372036854775808", "9" * 5000, "1.5", "x", "\0"]
+FEWER = [number for number in NUMBERS if number != "9223372036854775808"]  # where only so many are taken as there are
 PLACES = ["", "\0", "\ud800", "fifo", "loop", "text.txt/below", "x" * 300]  # neither to be read nor written
 TRAIN = "train --text text.txt --steps 2 --batch 2 --context 16 --device cpu".split()
 MODEL = "model --text text.txt --windows 2".split()
@@ -139,7 +140,7 @@ def here(tmp_path_factory):
     [
         (BENCH, "--tokens --d-model --d-ff", [*NUMBERS, "4611686018427387904"]),
         (BENCH, "--nnz", ["-1", "nan", "inf", "", "x", "1e400", "5"]),
-        (BENCH, "--seconds", ["0", "-1", "nan", "inf", "", "x", "1e400"]),
+        (BENCH, "--seconds", ["-1", "nan", "inf", "", "x", "1e400"]),
         (BENCH, "--device", ["", "\0", "x\ny", "\ud800", "cuda:99999999999999999999", "meta", "cpu:-1"]),
         (BENCH, "--out", [*PLACES, "empty"]),
         (TRAIN, "--d-model --layers --heads --d-ff --batch --context", [*NUMBERS, "4611686018427387904"]),
@@ -147,9 +148,10 @@ def here(tmp_path_factory):
         (TRAIN, "--device", ["nonsense"]),
         (TRAIN, "--tokenizer", ["bpe:", "bpe:-1", "bpe:" + "9" * 5000, "", "fifo", "folder", "/dev/zero", "\0"]),
         (TRAIN, "--text", [*PLACES, "empty", "/dev/zero", "no\nsuch"]),
-        (["profile", *MODEL], "--windows", NUMBERS),
+        (["profile", *MODEL], "--windows", FEWER),
         (["profile", *MODEL], "--text --against", ["", "\0", "fifo", "empty", "loop", "folder", "no\nsuch"]),
-        (["sparsify", *MODEL, "--predict-only", "--device", "cpu"], "--windows --tokens", NUMBERS),
+        (["sparsify", *MODEL, "--predict-only", "--device", "cpu"], "--windows", FEWER),
+        (["sparsify", *MODEL, "--predict-only", "--device", "cpu"], "--tokens", NUMBERS),
         (["profile", *MODEL], "--out", ["", "\0", "fifo", "folder", "text.txt/below", "x" * 300]),
         (["tour", "--quick", "--text", "text.txt"], "--out", PLACES),
         (["prepare", "text.txt", "--out", "prepared"], "--tokenizer", [*PLACES, "empty", "folder"]),

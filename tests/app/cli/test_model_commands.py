@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import safetensors.torch
 import torch
 
 import twell_lab as tl
-from twell_lab.app import model_commands
 from twell_lab.core import RecordError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
@@ -85,14 +85,14 @@ def test_a_profile_is_drawn_into_a_page_and_a_picture(ask, refused, model, text,
     ask(*asked, "--html", page)
     drawn = page.read_text(encoding="utf-8")
     assert drawn.count("Plotly.newPlot(") >= 2 and not re.search(r"<(script|link)[^>]*(src|href)=", drawn)
-    monkeypatch.setattr(model_commands, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "kaleido", object())
     monkeypatch.setattr(plotly.Figure, "to_image", lambda figure, format: f"a {format}".encode())
     ask(*asked, "--plot", picture)
     assert picture.read_bytes() == b"a png"
     monkeypatch.setattr(plotly.Figure, "to_image", lambda figure, format: (_ for _ in ()).throw(RuntimeError("\nlong")))
-    for spec in ("kaleido", None):  # without Chrome, and without kaleido
-        monkeypatch.setattr(model_commands, "find_spec", lambda name, spec=spec: spec)
-        assert "--plot needs kaleido" in refused(*asked, "--plot", picture)
+    assert "--plot needs kaleido, with Chrome" in refused(*asked, "--plot", picture)
+    monkeypatch.setitem(sys.modules, "kaleido", None)
+    assert "--plot needs the kaleido library" in refused(*asked, "--plot", picture)
     assert "accepted: " in refused(*asked, "--plot", "x.gif")
 
 
