@@ -103,8 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:  # an error of a file or device that is handled nowhere else
         if error.errno is None:
             raise
-        what = "the system says" if error.filename is None else repr(error.filename)
-        why, status = f"twell-lab: {what}: {error.strerror}", 2
+        why, status = f"twell-lab: {error}", 2
     print(why, file=sys.stderr)
     return status
 
@@ -113,19 +112,14 @@ def _run(arguments: list[str]) -> int:
     """Do what these arguments ask for and write the output. Returns the exit status."""
     if arguments[:2] == ["bench", "model"]:  # two words, one command
         arguments = ["bench model", *arguments[2:]]
-    parser = _parser(*arguments[:1])
-    if not arguments:
-        parser.print_help(sys.stderr)
-        raise SystemExit(2)
     try:
-        options = vars(parser.parse_args(arguments))
+        options = vars(_parser(*arguments[:1]).parse_args(arguments or ["--help"]))
     except SystemExit as stopped:
         if not stopped.code:  # after --help or --version, whose output argparse may have lost
             terminal.write("")
         raise
     command, json = COMMANDS[options.pop("command")], options.pop("json")
-    answer = command(**options)
-    if answer is None:  # another process of torchrun's gives it
+    if (answer := command(**options)) is None:  # another process of torchrun's gives it
         return 0
     answer.say(json)
     return answer.status

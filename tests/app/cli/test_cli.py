@@ -46,7 +46,7 @@ def test_a_mistyped_command_line_is_one_line(refused, arguments):
 
 
 def test_without_a_command_there_is_help(ask):
-    assert "usage: twell-lab" in ask(status=2).err
+    assert "usage: twell-lab" in ask().out
 
 
 def test_an_interruption_is_one_line_and_status_130(ask, monkeypatch):
