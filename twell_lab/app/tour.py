@@ -68,12 +68,16 @@ def run(text: str | None, out: Path, quick: bool) -> records.Record:
     step("speak", "letting both models speak")
     texts = let_speak(runs, windows, firing, 40 if quick else 240, 1 if quick else 3)
     step("write", f"writing to {out}")
+    layers = firing.table()
+    for row, layer in zip(layers, firing.layers, strict=True):
+        row["nnz_histogram"] = layer.nnz_histogram.tolist()
+        row["neuron_frequency"] = [round(share, 6) for share in layer.neuron_frequency.tolist()]
     notes = {
         "quick": quick,
         "seconds": {name: end - begin for (name, begin), end in zip(began.items(), [*began.values()][1:])},
         "text": sparse.text,
         "runs": {label: result.summary() for label, result in runs.items()},
-        "profile": firing_notes(firing),
+        "profile": {"tokens": firing.tokens, "layers": layers},
         "packing": packing,
         "tile": tile,
         "texts": texts,
@@ -101,17 +105,6 @@ def summary(record: records.Record) -> str:
 def spread(windows: Tensor, tokens: int) -> Tensor:
     """Return some of the windows [n, context], evenly spread, with at least `tokens` tokens; all if they have fewer."""
     return windows[:: max(1, windows.numel() // tokens)]
-
-
-def firing_notes(firing: FiringProfile) -> dict:
-    """Return a profile as plain data: a dict for each layer, with the neurons' frequencies rounded to six digits."""
-    layers = [
-        row
-        | {"nnz_histogram": layer.nnz_histogram.tolist()}
-        | {"neuron_frequency": [round(share, 6) for share in layer.neuron_frequency.tolist()]}
-        for layer, row in zip(firing.layers, firing.table(), strict=True)
-    ]
-    return {"tokens": firing.tokens, "layers": layers}
 
 
 def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
