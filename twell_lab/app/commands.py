@@ -195,6 +195,8 @@ def record(
         return Answer(names, "\n".join(names))
     if name not in names:
         raise InputError(f"there is no recording {name!r:.200}; accepted: {', '.join(names)}")
+    if (seed or 0) < 0 or seconds is not None and not 0 < seconds < float("inf"):
+        raise InputError(f"--seed is {seed} and --seconds {seconds}; accepted: 0 or more, and more than 0")
     given = {"seed": seed, "seconds": seconds, "rivals": rivals}
     asked = {key: value for key, value in given.items() if value is not None}
     for key in asked.keys() - options_of(name):
