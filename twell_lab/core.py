@@ -1,11 +1,11 @@
 """Errors, files and folders, and what this machine is. Imports nothing of the package, and touches no GPU.
 
-Each error also derives from the built-in class that one would expect, so `except ValueError` works too. A message names
-the value that was refused and what would have been accepted.
-"""
+Each error also derives from the built-in class that one would expect. A message names the value that was refused and
+what would have been accepted."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import math
@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import stat
 import subprocess
 import tempfile
@@ -59,8 +60,8 @@ class RecordError(TwellError, ValueError):
 
 
 def optional(module: str, what: str, package: str | None = None) -> Any:
-    """Import an optional package. what: what needs it, for the message of a StackError where it is not installed.
-    package: its name on the index, unless that is the module's."""
+    """Import an optional package, called `package` on the index unless that is the module's name. StackError, saying
+    `what` needs it, where it is not installed."""
     try:
         return import_module(module)
     except ImportError:
@@ -107,44 +108,44 @@ def finite(value: Any) -> Any:
 
 def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
     """Write a file whole or not at all, in a folder that is made where it is missing: a temporary file beside it, then
-    a rename. Follows a symbolic link. RecordError, naming the folder, where that cannot be written, and for a path that
-    is a folder, a device or a pipe."""
-    path = Path(path)
+    a rename. Follows a symbolic link. RecordError as of `check_target`, and where the disk is full."""
+    check_target(path)
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    try:
-        target = _target(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.parent / f".{secrets.token_hex(6)}.part"
+    target = Path(os.path.realpath(path))
+    part = target.parent / f".{secrets.token_hex(6)}.part"
+    with _told(f"{target.name!r} in the folder {str(target.parent)!r}"):
         try:
             part.write_bytes(data)
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
-        raise _unwritable(f"{path.name!r} in the folder {str(path.parent)!r}", error) from None
 
 
 def check_folder(folder: str | os.PathLike) -> None:
     """Raise RecordError unless files can be written in a folder, which is made where it is missing. For use before work
     whose result would be lost otherwise."""
-    try:
+    with _told(f"in the folder {os.fspath(folder)!r}"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=Path(folder)).close()
-    except (OSError, ValueError) as error:
-        raise _unwritable(f"in the folder {os.fspath(folder)!r}", error) from None
 
 
 def check_target(path: str | os.PathLike) -> None:
-    """Raise RecordError unless a file could be written there now, as `check_folder` does for a folder."""
+    """Raise RecordError unless a file could be written there now: in a folder as `check_folder` wants it, and not in
+    the place of a folder, a device or a pipe."""
+    with _told(repr(str(path))):
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
+            raise OSError(None, "it is a folder, a device or a pipe, not a file")
+    check_folder(target.parent)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn an error of the system's into one that says what cannot be written."""
     try:
-        _target(path)
+        yield
     except (OSError, ValueError) as error:
-        raise _unwritable(repr(str(path)), error) from None
-    check_folder(Path(path).parent)
-
-
-def _unwritable(what: str, error: Exception) -> RecordError:
-    return RecordError(f"cannot write {what}: {_reason(error)}; name a place that you may write")
+        raise RecordError(f"cannot write {what}: {_reason(error)}; name a place that you may write") from None
 
 
 @contextmanager
@@ -166,14 +167,6 @@ def locked_folder(folder: str | os.PathLike, what: str) -> Iterator[None]:
         with suppress(OSError):  # Windows removes no open file
             os.unlink(lock.lock_file)
         lock.release()
-
-
-def _target(path: str | os.PathLike) -> Path:
-    """Return the file that a path leads to, there or not. OSError for a folder, a device and a pipe."""
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file() or target.is_symlink():
-        raise OSError(None, f"it is {'a folder' if target.is_dir() else 'a device, a pipe or a circle'}, not a file")
-    return target
 
 
 def _reason(error: Exception) -> str:
@@ -213,7 +206,7 @@ def notebooks_dir() -> Path:
 
 
 def is_installed() -> bool:
-    """Return whether the package was installed from a wheel, with its data inside it; False in a checkout."""
+    """Return whether the package was installed from a wheel; False in a checkout."""
     return data_dir().is_relative_to(_PACKAGE)
 
 
@@ -229,40 +222,29 @@ def cache_dir() -> Path:
     can write there, it is `private_folder()`, and a warning says so. StackError where that cannot be made either."""
     named = os.environ.get("TWELL_LAB_CACHE")
     folder = Path(named) if named else platformdirs.user_cache_path("twell-lab", appauthor=False)
-    if why := _why_not_private(folder):
-        warnings.warn(f"{folder} is not used as a cache: {why}. Each process compiles its own kernels", stacklevel=2)
-        return private_folder()
-    return folder
-
-
-def _why_not_private(folder: Path) -> str | None:
-    """Return why a folder, made with mode 700 where it is missing, cannot be used alone by this user; else None."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.stat()
-        if hasattr(os, "geteuid"):  # Windows protects a user's folders in another way
-            if facts.st_uid != os.geteuid():
-                return f"it belongs to user {facts.st_uid}"
-            if facts.st_mode & 0o022:
-                return f"others can write there (mode {facts.st_mode & 0o777:03o}; accepted: chmod 700)"
-        with tempfile.TemporaryFile(dir=folder):  # root may write where the mode says no, and not on a read-only mount
-            return None
+        if not hasattr(os, "geteuid") or facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
+            tempfile.TemporaryFile(dir=folder).close()  # root may write where the mode says no
+            return folder
+        why = f"it belongs to user {facts.st_uid}" if facts.st_uid != os.geteuid() else "others can write there"
     except OSError as error:
-        return _reason(error)
-
-
-def private_folder() -> Path:
-    """Return a temporary folder of this process that only its user can use, removed when the process ends. StackError
-    where none can be made."""
-    return Path(_temporary().name)
+        why = _reason(error)
+    warnings.warn(f"{folder} is not used as a cache: {why}. Each process compiles its own kernels", stacklevel=2)
+    return private_folder()
 
 
 @cache
-def _temporary() -> tempfile.TemporaryDirectory:
+def private_folder() -> Path:
+    """Return a temporary folder of this process that only its user can use, removed when the process ends. StackError
+    where none can be made."""
     try:
-        return tempfile.TemporaryDirectory(prefix="twell-lab-", ignore_cleanup_errors=True)
+        folder = tempfile.mkdtemp(prefix="twell-lab-")
     except OSError as error:
         raise StackError(f"no folder can be written ({_reason(error)}); TWELL_LAB_CACHE or TMPDIR names one") from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 # ---- this machine: a probe that fails gives None, because a measurement must not be lost to a missing tool ----
@@ -276,35 +258,30 @@ def describe_machine() -> dict:
 
     cores: how many this process may use. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. torch_cuda,
     cuda_driver: the CUDA version torch was built for, and the newest that the driver runs ("13.0")."""
+    cupy = next(iter(cupy_packages()), None)
     return {
-        "os": _guarded(_os),
+        "os": f"{_guarded(_os) or platform.system()}, {platform.machine()}",
         "cpu": _guarded(_cpu),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
         "torch": _version("torch"),
         "torch_cuda": torch_cuda(),
         "numpy": _version("numpy"),
-        "cupy": _guarded(lambda: _version(cupy_packages()[0])),
-        "cupy_package": _guarded(lambda: cupy_packages()[0]),
+        "cupy": cupy and _version(cupy),
+        "cupy_package": cupy,
         "nvrtc": _guarded(_nvrtc),
         "gpus": gpus(),
-        "cuda_driver": cuda_driver(),
+        "cuda_driver": _guarded(_cuda_driver),
     }
 
 
 def memory() -> int | None:
-    """Return how many bytes of memory this process may use: the machine's, or fewer where its container or `ulimit -v`
-    says so; None where the system does not say. How much is free right now does not count."""
-
-    def ulimit() -> int:
-        import resource
-
-        return resource.getrlimit(resource.RLIMIT_AS)[0]  # -1: no limit
-
+    """Return how many bytes of memory this process may use: the machine's, or fewer where its container says so; None
+    where the system does not say. How much is free right now does not count."""
     groups = map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), _guarded(ulimit)]
+    bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     bounds += [_guarded(lambda: int(group.read_text())) for group in groups]  # "max": no limit, no number
-    return min((bound for bound in bounds if bound is not None and bound > 0), default=None)
+    return min((bound for bound in bounds if bound), default=None)
 
 
 def gpu() -> str | None:
@@ -314,8 +291,7 @@ def gpu() -> str | None:
 
 
 def gpus() -> list[dict]:
-    """Return the GPUs that torch can use or, where it can use none, those that nvidia-smi lists. As in
-    `describe_machine`."""
+    """Return the GPUs that torch can use, as in `describe_machine`, or else those that nvidia-smi lists."""
     listed, usable = _guarded(_nvidia_smi) or [], _guarded(_torch_gpus) or []
     driver = listed[0]["driver"] if listed else None
     return [{**facts, "driver": driver} for facts in usable] or listed
@@ -324,15 +300,6 @@ def gpus() -> list[dict]:
 def torch_cuda() -> str | None:
     """Return the CUDA version torch was built for, for example "12.8"; None for a CPU build and without torch."""
     return _guarded(lambda: import_module("torch").version.cuda)
-
-
-def cuda_driver() -> str | None:
-    """Return the newest CUDA version the installed driver runs, for example "12.8"; None without a driver."""
-    version = ctypes.c_int()
-    ask = _guarded(lambda: ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuDriverGetVersion)
-    if ask is None or ask(ctypes.byref(version)):  # works without cuInit, so no GPU is touched
-        return None
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def cupy_packages() -> list[str]:
@@ -358,17 +325,15 @@ def check_stack() -> None:
 def stack_fault() -> tuple[str, str] | None:
     """Return a fault of this installation, and the command that mends it: torch and CuPy were built for different major
     versions of CUDA, or two builds of CuPy are installed, which would fail later with errors that name neither. None
-    without one, and for a CPU build of torch and no CuPy."""
+    without one, for a CPU build of torch, for no CuPy, and for one that was built from its source."""
     builds, theirs = cupy_packages(), major(torch_cuda())
-    if not builds:
-        return None
     mend = f"pip uninstall -y {' '.join(builds)} && pip install 'cupy-cuda{theirs or 12}x[ctk]>=14.0.1,<15'"
     if len(builds) > 1:
         return f"{' and '.join(builds)} are installed together and overwrite each other's files", mend
-    ours = _guarded(lambda: _cupy_major(builds[0]))
-    if None in (theirs, ours) or theirs == ours:
+    ours = [int(number) for name in builds for number in re.findall(r"cuda(\d+)x", name)]
+    if theirs is None or not ours or ours[0] == theirs:
         return None
-    what = f"{builds[0]} {_version(builds[0])} for CUDA {ours}, and both need the same major version"
+    what = f"{builds[0]} {_version(builds[0])} for CUDA {ours[0]}, and both need the same major version"
     return f"torch {_version('torch')} is built for CUDA {torch_cuda()} and {what}", mend
 
 
@@ -393,47 +358,40 @@ def _version(package: str) -> str | None:
 
 
 def _os() -> str:
-    name = _guarded(lambda: platform.freedesktop_os_release()["PRETTY_NAME"])
-    return f"{name or platform.platform(terse=True)}, {platform.machine()}"
+    return platform.freedesktop_os_release()["PRETTY_NAME"]
 
 
 def _cpu() -> str | None:
-    facts = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:\s*(.+)$", facts.read_text(errors="replace"), re.M) if facts.exists() else None
+    named = _guarded(lambda: re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M))
     return named[1].strip() if named else platform.processor() or None
+
+
+def _cuda_driver() -> str | None:
+    version = ctypes.c_int()
+    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    failed = driver.cuDriverGetVersion(ctypes.byref(version))  # works without cuInit, so no GPU is touched
+    return None if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _nvrtc() -> str:
     let_cupy_start()
-    from cupy.cuda import nvrtc
-
-    return ".".join(map(str, nvrtc.getVersion()))
-
-
-def _cupy_major(package: str) -> int:
-    """Return the CUDA major version a build of CuPy is for: the name of a wheel says it, another build is asked."""
-    if numbered := re.search(r"cuda(\d+)x", package):
-        return int(numbered[1])
-    from cupy.cuda import driver
-
-    return driver.get_build_version() // 1000
+    return ".".join(map(str, import_module("cupy.cuda.nvrtc").getVersion()))
 
 
 def _torch_gpus() -> list[dict]:
     cuda = import_module("torch").cuda
-    properties = [cuda.get_device_properties(i) for i in range(cuda.device_count())] if torch_cuda() else []
-    return [
-        {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_gib": round(p.total_memory / 2**30, 1)}
-        for p in properties
-    ]
+    found = [cuda.get_device_properties(index) for index in range(cuda.device_count())] if torch_cuda() else []
+    facts = [(gpu.name, f"{gpu.major}.{gpu.minor}", round(gpu.total_memory / 2**30, 1)) for gpu in found]
+    return [dict(zip(("name", "capability", "memory_gib"), each)) for each in facts]
 
 
 def _nvidia_smi() -> list[dict]:
     """Return the GPUs that the driver's program lists, within 20 seconds: one that is being loaded can take ten."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    listed = []
-    for name, cc, size, driver in re.findall(r"^([^,\n]+), (\d+\.\d+), ([^,]+), (.+)$", lines, re.M):
-        memory = round(int(size) / 1024, 1) if size.isdigit() else None
-        listed.append({"name": name, "capability": cc, "memory_gib": memory, "driver": driver})
-    return listed
+    listed = re.findall(r"^([^,\n]+), (\d+\.\d+), ([^,]+), (.+)$", lines, re.M)
+    sizes = [round(int(size) / 1024, 1) if size.isdigit() else None for _, _, size, _ in listed]  # some share the CPU's
+    return [
+        {"name": name, "capability": capability, "memory_gib": size, "driver": driver}
+        for (name, capability, _, driver), size in zip(listed, sizes)
+    ]

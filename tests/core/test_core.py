@@ -65,11 +65,10 @@ def test_a_failing_write_leaves_the_earlier_file_and_names_the_folder(tmp_path, 
 
 def test_a_folder_or_a_pipe_is_no_target(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "circle").symlink_to("circle")
-    for target, why in ((tmp_path, "a folder"), (tmp_path / "pipe", "a pipe"), (tmp_path / "circle", "a circle")):
-        with pytest.raises(RecordError, match=f"{why}.*, not a file"):
+    for target in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(RecordError, match="a folder, a device or a pipe, not a file"):
             core.write_atomically(target, "text")
-        with pytest.raises(RecordError, match=f"{why}.*, not a file"):
+        with pytest.raises(RecordError, match="a folder, a device or a pipe, not a file"):
             core.check_target(target)
 
 
@@ -130,8 +129,8 @@ def test_without_any_folder_the_error_says_what_names_one(monkeypatch):
     def full(**_):
         raise OSError(30, "Read-only file system")
 
-    core._temporary.cache_clear()
-    monkeypatch.setattr(core.tempfile, "TemporaryDirectory", full)
+    core.private_folder.cache_clear()
+    monkeypatch.setattr(core.tempfile, "mkdtemp", full)
     with pytest.raises(StackError, match="Read-only file system.*TWELL_LAB_CACHE or TMPDIR"):
         core.private_folder()
 
@@ -190,7 +189,7 @@ def test_a_machine_is_described_though_every_probe_fails(monkeypatch):
     monkeypatch.setattr(core.ctypes, "CDLL", broken)
     monkeypatch.setattr(importlib.metadata, "version", broken)
     described = core.describe_machine()
-    assert described.pop("gpus") == [] and described.pop("python") and described.pop("cores")
+    assert described.pop("gpus") == [] and all(described.pop(name) for name in ("python", "cores", "os"))
     assert set(described.values()) == {None}
 
 
@@ -231,7 +230,7 @@ def test_gpus_are_torchs_where_it_sees_some(monkeypatch):
         ("13.0", ["cupy-cuda12x"], ["CUDA 13.0", "cupy-cuda12x 14.2.0", "uninstall -y cupy-cuda12x", "cupy-cuda13x[ctk]"]),
         ("12.8", ["cupy-cuda13x"], ["CUDA 12.8", "cupy-cuda13x 14.2.0", "uninstall -y cupy-cuda13x", "cupy-cuda12x[ctk]"]),
         ("12.8", ["cupy-cuda12x", "cupy-cuda13x"], ["installed together", "uninstall -y cupy-cuda12x cupy-cuda13x"]),
-        ("12.8", ["cupy"], ["cupy 14.2.0 for CUDA 13"]),  # a source build, which is asked
+        ("12.8", ["cupy"], None),  # a source build may be for any
         ("13.0", ["cupy-cuda13x"], None),
         ("13.0", ["cupy"], None),
         (None, ["cupy-cuda12x"], None),
@@ -239,9 +238,6 @@ def test_gpus_are_torchs_where_it_sees_some(monkeypatch):
     ],
 )  # fmt: skip
 def test_torch_and_cupy_must_be_built_for_the_same_cuda(monkeypatch, packages, cuda, builds, parts):
-    driver = SimpleNamespace(get_build_version=lambda: 13020)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(driver=driver))
     monkeypatch.setattr(torch.version, "cuda", cuda)
     packages |= dict.fromkeys(builds, "14.2.0")
     if parts is None:

@@ -86,7 +86,7 @@ class Plan(Saved):
         if (self.device, self.dtype) != here:
             raise InputError(
                 f"the plan is for {self.device}, {self.dtype}; the model is on {here[0]}, {here[1]}: a plan made there "
-                "is accepted (tl.plan, twell-lab plan)"
+                "is accepted (tl.plan, twell-lab sparsify)"
             )
 
     @classmethod

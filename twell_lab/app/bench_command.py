@@ -3,14 +3,16 @@ when one of them runs."""
 
 from __future__ import annotations
 
-import argparse
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import quantiles
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from .. import records
-from ..core import InputError
-from .inputs import model_and_windows, placed
+from ..core import InputError, check_folder
+from .model_commands import model_and_windows, placed
+from .options import PATHS, Device, Model, OwnDtype, Text
 from .terminal import Answer, Ratio, verdict
 
 if TYPE_CHECKING:
@@ -27,79 +29,97 @@ _EXPLAINED = (
     "the sparse rate by the dense one; middle half: what it was from turn to turn, both taking turns, the quarters "
     "above and below left out; peak: beyond what was there before the call; mJ: of the whole GPU; both dense to sparse"
 )
-_LOSSY = {  # of interest where a path is lossy
-    "error": "of the results against a float32 run, by its norm",
-    "layer_error": "of a layer's output against the dense layer's, on average",
-    "loss": "in nats a token",
-}
+_LOSSY = "error: of the results against a float32 run, by its norm; loss: in nats a token"
 
 
-def layer(options: argparse.Namespace) -> Answer:
-    """Time a layer of each size in each dtype."""
+def bench(
+    *,
+    tokens: Annotated[Sequence[int], "tokens at once"] = (1, 8, 64),
+    d_model: Annotated[int, "the layer's width"] = 2048,
+    d_ff: Annotated[int, "its neurons"] = 5632,
+    nnz: Annotated[float, "mean number of neurons firing for a token"] = 29.0,
+    compiled: Annotated[bool, "time torch.compile's dense layer too"] = False,
+    seconds: Annotated[float, "how long to measure each size on a CPU"] = 2.0,
+    out: Annotated[Path | None, "save what was measured here"] = None,
+    device: Device = None,
+    dtype: OwnDtype = None,
+) -> Answer:
+    """Check and time a sparse feed-forward layer against torch's dense one.
+
+    twell-lab bench model times a whole model: twell-lab bench model --help"""
     import torch
 
     from ..bench import forward
 
-    dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else [None]
-    sizes = options.d_model, options.d_ff, options.nnz
-    how = {key: getattr(options, key) for key in ("device", "compiled", "seconds")}
-    how["workload_kind"] = options.workload
-    timed = [forward.ffn(tokens, *sizes, dtype=dtype, **how) for dtype in dtypes for tokens in options.tokens]
-    saved = [f"bench: saved {record.save(options.out)}" for record in timed] if options.out is not None else []
+    if out is not None:
+        check_folder(out)
+    how: dict = {"dtype": getattr(torch, dtype) if dtype else None, "device": device, "compiled": compiled}
+    timed = [forward.ffn(count, d_model, d_ff, nnz, **how, seconds=seconds) for count in tokens]
+    saved = [f"bench: saved {record.save(out)}" for record in timed] if out is not None else []
     rows = records.flat_rows(timed)
     return Answer(rows, "\n".join([records.table(rows, records.COLUMNS), *saved]))
 
 
-def whole_model(options: argparse.Namespace) -> Answer:
-    """Time a saved model on a text, or a drawn one on random tokens."""
+def bench_model(
+    model: Annotated[Model, "the folder or repository of a saved model; or a size, 1M to 2B: a drawn Llama"],
+    *,
+    text: Text = None,
+    tokens: Annotated[Sequence[int] | None, "of each forward, up to the context or a multiple of it [2048]"] = None,
+    batches: Annotated[Sequence[int], "of the steps of decoding; 0: none [1 8 64]"] = (1, 8, 64),
+    plan: Annotated[str | None, f"a plan, a folder of twell-lab sparsify's, or a path: {PATHS} [a new plan]"] = None,
+    compiled: Annotated[bool, "time both models under torch.compile too"] = False,
+    graphs: Annotated[bool, "on a GPU, time forwards as CUDA graphs too"] = False,
+    training: Annotated[bool, "time a training step too"] = False,
+    seconds: Annotated[float | None, "how long to measure each row on a CPU; on a GPU its energy [1; 3]"] = None,
+    out: Annotated[Path | None, "save what was measured here"] = None,
+    device: Device = None,
+    dtype: OwnDtype = None,
+) -> Answer:
+    """Check and time a whole model, dense beside sparse."""
     import torch
 
     from .. import bench
     from ..bench.drawn import NAMES
 
-    keys = ("tokens", "batches", "firing", "plan", "compiled", "graphs", "training", "seconds")
-    how = {key: getattr(options, key) for key in keys}
-    if options.model in NAMES and not os.path.isdir(options.model):
-        if options.text is not None:
+    if out is not None:
+        check_folder(out)
+    batches = [batch for batch in batches if batch]
+    how: dict = {"tokens": tokens, "batches": batches, "plan": plan, "compiled": compiled}
+    how |= {"graphs": graphs, "training": training, "seconds": seconds}
+    if model in NAMES and not os.path.isdir(model):
+        if text is not None:
             raise InputError(
-                f"--text is {options.text!r:.200}, and {options.model} is a size, whose drawn model has no tokenizer; "
-                "accepted: --text with a saved model"
+                f"--text is {text!r:.200}, and {model} has no tokenizer; accepted: --text with a saved model"
             )
-        model, read = options.model, "random tokens"
-        how |= {"device": options.device, "dtype": getattr(torch, options.dtype) if options.dtype else None}
+        how |= {"device": device, "dtype": getattr(torch, dtype) if dtype else None}
+        record, read = bench.model(model, **how), "random tokens"
     else:
-        if not os.path.isdir(options.model) and "/" not in options.model:
-            names = f"a repository's name such as 'owner/name', or a size: {', '.join(NAMES)}"
-            raise InputError(f"there is no folder {options.model!r:.200}; accepted: one, {names}")
-        asked = max([*(options.tokens or []), 2048, *(512 * batch for batch in options.batches)])
-        model, part, windows, _ = model_and_windows(options, tokens=max(4 * 2048, 2 * asked))
-        model.to(*placed(options))
-        how["text"], read = windows.flatten(), f"{windows.numel():,} tokens of {part.name}"
-    record = bench.model(model, **how)
-    saved = [f"bench: saved {record.save(options.out)}"] if options.out is not None else []
+        longest = max([*(tokens or []), 2048, *(512 * batch for batch in batches)])
+        loaded, part, windows = model_and_windows(model, text, tokens=max(4 * 2048, 2 * longest))
+        record = bench.model(loaded.to(*placed(device, dtype)), **how, text=windows.flatten())
+        read = f"{windows.numel():,} tokens of {part.name}"
+    saved = [f"bench: saved {record.save(out)}"] if out is not None else []
     return Answer(record.to_json(), "\n".join([told(record, read), *saved]))
 
 
 def told(record: Record, read: str) -> str:
     """Return a record of `twell_lab.bench.model` as text: what was measured, a table, what is missing and why, and what
     it comes to. read: where the tokens came from."""
-    compared, notes = pairs(record.rows), record.notes
+    compared, notes, first = pairs(record.rows), record.notes, record.rows[:1]
     missing = [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]
     if not compared:
         return "\n".join([*missing, "bench: nothing could be compared"])
+    about, share = first[0]["workload"].partition(",")[0], first[0]["nnz"] / first[0]["d_ff"]
+    drawn = ", random weights" * about.startswith("drawn")
+    sizes = "{parameters:,} parameters, {layers} feed-forward layers of {d_model} x {d_ff}, {dtype}, on {device}"
     lossy = any("lossy" in (pair["layers"] or "") for pair in compared)
-    columns = {key: head for key, head in _COLUMNS.items() if lossy or key not in _LOSSY}
-    explained = [_EXPLAINED, *(f"{_COLUMNS[key]}: {what}" for key, what in _LOSSY.items() if lossy)]
-    first = record.rows[0]
-    about, share = first["workload"].partition(",")[0], first["nnz"] / first["d_ff"]
+    shown = {key: head for key, head in _COLUMNS.items() if lossy or key not in ("error", "layer_error", "loss")}
     lines = [
-        f"{about}{', random weights' if about.startswith('drawn') else ''}: {first['parameters']:,} parameters, "
-        f"{first['layers']} feed-forward layers of {first['d_model']} x {first['d_ff']}, {first['dtype']}, on "
-        f"{first['device']}; {read}",
-        f"{first['nnz']:.3g} of {first['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
-        f"{min(first['nnz_layers']):g} to {max(first['nnz_layers']):g}",
-        f"\n{records.table(compared, columns)}\n",
-        "; ".join(explained),
+        f"{about}{drawn}: {sizes.format(**first[0])}; {read}",
+        f"{first[0]['nnz']:.3g} of {first[0]['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
+        f"{min(first[0]['nnz_layers']):g} to {max(first[0]['nnz_layers']):g}",
+        f"\n{records.table(compared, shown)}\n",
+        f"{_EXPLAINED}; {_LOSSY}" if lossy else _EXPLAINED,
         *missing,
         *([f"bench: no energy: {notes['energy']}"] if "energy" in notes else []),
         f"bench: {conclusion(compared)}",
@@ -113,18 +133,16 @@ def pairs(rows: list[dict]) -> list[dict]:
     at = {(row["workload"], row["head"], row["path"]): row for row in rows}
     compared = []
     for (workload, head, path), row in at.items():
-        name, compiled, _ = path.removesuffix(" (graph)").partition(" compiled")
-        graph, own = path.endswith(" (graph)"), name.endswith("for graphs")
+        compiled, graph, own = (word in path for word in (" compiled", " (graph)", "for graphs"))
         base = f"dense {'compiled' if compiled else 'eager'}{' (graph)' * graph}"
         dense = at.get((workload, head, base))
-        if name.startswith("dense") or (own and not graph) or dense is None:
+        if path.startswith("dense") or (own and not graph) or dense is None:
             continue
         # Dense and sparse took turns: what disturbed one of a turn disturbed the other, too.
         turns = [a / b for a, b in zip(dense["wall_samples"], row["wall_samples"], strict=True)]
         low, _, high = quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else turns * 3
-        rate = "tokens_per_s" if "tokens_per_s" in row else "tokens_per_ms"
-        what = workload.partition(", ")[2]
-        ways = [*["compiled"] * bool(compiled), *["CUDA graph"] * graph, *["planned for it"] * own]
+        rate, what = "tokens_per_s" if "tokens_per_s" in row else "tokens_per_ms", workload.partition(", ")[2]
+        ways = ["compiled"] * compiled + ["CUDA graph"] * graph + ["planned for it"] * own
         pair = {
             "what": f"forward, {what}" if row["kind"] == "model_forward" else what,
             "head": "with" if head else "without",
@@ -140,9 +158,8 @@ def pairs(rows: list[dict]) -> list[dict]:
             "layer_error": row.get("layer_error"),
             "layers": row.get("choice"),
         }
-        for column, (key, unit) in _ALSO.items():
-            if key in dense and key in row:
-                pair[column] = f"{dense[key] / unit:.4g} to {row[key] / unit:.4g}"
+        both = {column: (key, unit) for column, (key, unit) in _ALSO.items() if key in dense and key in row}
+        pair |= {name: f"{dense[key] / unit:.4g} to {row[key] / unit:.4g}" for name, (key, unit) in both.items()}
         compared.append(pair)
     return compared
 
@@ -150,13 +167,14 @@ def pairs(rows: list[dict]) -> list[dict]:
 def conclusion(compared: list[dict]) -> str:
     """Return in one sentence what these pairs show. A difference counts where the rates and three quarters of the turns
     show it, and there were as many as TURNS."""
-    enough = [pair for pair in compared if pair["turns"] >= TURNS]
-    ratios = []
-    for pair in enough:
-        what = f"{pair['what']}{' without the LM head' * (pair['head'] == 'without')}, {pair['how']}"
-        ratios.append(Ratio(pair["times"], pair["low"], pair["high"], what))
+    ratios = [
+        Ratio(pair["times"], pair["low"], pair["high"], f"{pair['what']}{' without the LM head' * bare}, {pair['how']}")
+        for pair in compared
+        for bare in [pair["head"] == "without"]
+        if pair["turns"] >= TURNS
+    ]
     parts = [verdict(ratios)] if ratios else []
-    if few := len(compared) - len(enough):
+    if few := len(compared) - len(ratios):
         parts.append(f"not told apart in {few}, which took fewer than {TURNS} turns: give it more --seconds")
     dense = all((pair["layers"] or "").endswith(" dense") and "," not in pair["layers"] for pair in compared)
     why = "; all layers stay dense, as no other path was found to be faster, so any difference is chance" * dense

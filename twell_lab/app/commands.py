@@ -1,5 +1,4 @@
-"""The commands that need little more than a call: tour, train, prepare, course, submit, record, compile and records.
-Each imports what it needs when it runs."""
+"""The commands that need no saved model. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -8,47 +7,141 @@ import shlex
 import signal
 import subprocess
 import sys
-from argparse import Namespace
+from collections.abc import Sequence
 from importlib.util import find_spec
-
-from tqdm import tqdm
+from pathlib import Path
+from typing import Annotated, Any
 
 from .. import core, records
 from ..core import InputError, RecordError, StackError, check_folder
-from .options import given
 from .terminal import Answer
 
 
-def tour(options: Namespace) -> Answer:
-    page = options.out / "index.html"
-    if options.render is not None:
-        from .page import render_file
-
-        render_file(options.render, options.out)
-        return Answer({"page": str(page)}, f"tour: the page is {page}")
+def tour(
+    *,
+    text: Annotated[str | None, "a file or folder to train on [the source of Python's standard library]"] = None,
+    out: Annotated[Path, "where index.html and tour.json go"] = Path("build/tour"),
+    quick: Annotated[bool, "a few steps and small layers, to see that all works; its figures say nothing"] = False,
+) -> Answer:
+    """Train with and without L1, profile, pack, time, and write a page."""
     from . import tour
 
-    record = tour.run(options.text, options.out, options.quick)
+    check_folder(out)
+    record = tour.run(text, out, quick)
     seconds = sum(record.notes["tour"]["seconds"].values())
-    return Answer(record.to_json(), f"{tour.summary(record)}\ntour: done in {seconds:.0f} s; the page is {page}")
+    done = f"tour: done in {seconds:.0f} s; the page is {out / 'index.html'}"
+    return Answer(record.to_json(), f"{tour.summary(record)}\n{done}")
 
 
-def course(options: Namespace) -> Answer:
-    """Write the student's edition of the notebooks into a folder and run JupyterLab there, whose exit status is then
-    the command's. What is there already stays as it is."""
+def train(
+    *,
+    out: Annotated[Path | None, "a new folder, for metrics, checkpoints for --resume, and the trained model"] = None,
+    resume: Annotated[Path | None, "go on with the run there; --steps, where and how it computes may change"] = None,
+    config: Annotated[str | None, "what to start from: 1M to 2B, 'list' shows them; or a file of YAML or JSON"] = None,
+    **fields: Any,
+) -> Answer | None:
+    """Train a small ReLU language model, with an L1 penalty if asked for.
+
+    examples:
+
+      twell-lab train --text my-texts --l1 1e-3 --out build/mine
+      twell-lab train --resume build/mine
+      torchrun --nproc-per-node 2 -m twell_lab train --config 0.5B \\
+        --text texts/edu --dtype bfloat16 --compile --out build/edu
+
+    Ctrl-C, SIGTERM and every five minutes save the run; about a tenth of the text
+    is held out for validation; metrics.jsonl in --out has a line for every
+    --log-every steps. On a GPU, --dtype bfloat16 --compile is several times faster."""
+    from ..training import checkpoint, loop, presets
+    from ..training.config import TrainConfig
+
+    if config == "list":
+        return Answer(presets.rows(), presets.table())
+    asked = {**(presets.of(config) if config is not None else {}), **fields}
+    if asked.get("activation") == "relu2" and resume is None and "from_" not in asked:
+        asked.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
+    where = out or resume
+    if asked.get("checkpoint_every") and not where:
+        every = asked["checkpoint_every"]
+        raise InputError(f"--checkpoint-every is {every} without --out; accepted: with --out, for the checkpoints")
+    told = checkpoint.config_of(resume, **asked) if resume else TrainConfig(**asked)
+    result = loop.train(told, out=out, resume=resume)
+    if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
+        return None
+    layers = enumerate(zip(result.density, result.dead, strict=True))
+    rows = [{"layer": number, "density": share, "dead neurons": dead} for number, (share, dead) in layers]
+    nnz = f"mean nnz {result.mean_nnz:.1f} of {result.config.d_ff}, {result.seconds:.0f} s"
+    said = f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out text, {nnz}"
+    said += f"; the model is in {where}" if where else ""
+    return Answer(result.summary(), f"{records.table(rows, {key: key for key in rows[0]})}\n{said}")
+
+
+def prepare(
+    text: Annotated[str, "a file, a folder of files, or hf:owner/name?bytes=10e9, that much of a dataset"],
+    *,
+    out: Annotated[Path, "a new folder, for twell-lab train --text"],
+    tokenizer: Annotated[str | None, "bytes, bpe:4096 (a BPE of that size, trained here), or a file [bytes]"] = None,
+) -> Answer:
+    """Read a text of any length once, encode it, and keep its tokens for training."""
+    from tqdm import tqdm
+
+    from ..training.text import prepared
+
+    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        read = prepared.prepare(text, out, tokenizer=tokenizer, on_bytes=lambda size: bar.update(size - bar.n))
+    training, validation = (len(part.tokens) for part in read.split())
+    said = (
+        f"prepare: {read.size:,} bytes of {read.name} as {len(read.tokens):,} {read.tokenizer.unit}, {validation:,} of "
+    )
+    said += f"them held out; twell-lab train --text {shlex.quote(str(out))} reads them"
+    return Answer({**read.describe(), "training_tokens": training, "validation_tokens": validation}, said)
+
+
+def predict(
+    gpu: Annotated[str, 'a GPU of data/gpus.json, such as "RTX 4090"; "list" names all'],
+    *,
+    tokens: Annotated[Sequence[int], "tokens at once"] = (1, 16, 256, 2048, 16384),
+    d_model: Annotated[int, "the layer's width"] = 2048,
+    d_ff: Annotated[int, "its neurons"] = 5632,
+    nnz: Annotated[float, "mean number of neurons firing for a token"] = 29.0,
+    gated: Annotated[bool, "a layer with a gate"] = True,
+) -> Answer:
+    """Say what a layer should take on a GPU that you do not have."""
+    from ..analysis import predict
+
+    if gpu == "list":
+        return Answer(names := [sheet["name"] for sheet in predict.datasheets()], "\n".join(names))
+    rows = predict.predict(gpu, nnz, d_model, d_ff, gated=gated, tokens=tokens)
+    columns = {"tokens": "tokens", "path": "path", "ms": "ms", "x_dense": "x dense", "read_mb": "MB of weights needed"}
+    source = "from the vendor's figures and the shares that an H100 reaches"
+    lines = [records.table(rows, columns), f"predict: {predict.rates_of(gpu).device}, {source}"]
+    lines += [
+        f"predict: {row['layers']} layers recorded on an {row['gpu']} would be predicted as {row['least']:.2f} to "
+        f"{row['most']:.2f} times what they took, {row['median']:.2f} in the middle"
+        for row in predict.errors()
+    ]
+    return Answer(rows, "\n".join(lines))
+
+
+def course(
+    folder: Annotated[Path, "where; notebooks that are there stay as they are"] = Path("twell-lab-course"),
+    *,
+    open: Annotated[bool, "open JupyterLab there"] = True,
+    alone: Annotated[bool, "links lead to the repository, for notebooks that are opened one by one"] = False,
+) -> Answer:
+    """Write the course's notebooks, to be filled in, into a folder and open JupyterLab there."""
     from ..course import edition
 
-    folder = options.folder
-    if options.open and find_spec("jupyterlab") is None:
+    if open and find_spec("jupyterlab") is None:
         from .doctor import install_command
 
         raise StackError(f"JupyterLab is not installed; accepted: --no-open, or first {install_command('course')}")
     check_folder(folder)
-    new, stayed = edition.write(folder, options.alone)
+    new, stayed = edition.write(folder, alone)
     notebooks, status = [name for name in new if name.endswith(".ipynb")], 0
     said = f"course: {len(notebooks)} new notebooks are in {folder}"
     said += f"; as they were, since they are there and differ: {', '.join(stayed)}" if stayed else ""
-    if options.open:
+    if open:
         print(f"{said}; opening JupyterLab there; Ctrl-C ends it", file=sys.stderr)
         lab = subprocess.Popen([sys.executable, "-m", "jupyterlab", str(folder)])
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C JupyterLab asks whether it should end
@@ -59,86 +152,88 @@ def course(options: Namespace) -> Answer:
     return Answer({"folder": str(folder), "notebooks": notebooks, "stayed": stayed}, said, status)
 
 
-def submit(options: Namespace) -> Answer:
-    """Judge a kernel in the simulator and, where there is one, on the GPU. Status 1, and no record, if it is wrong."""
+def submit(
+    file: Annotated[Path, "a CUDA source with the kernel down"],
+    *,
+    out: Annotated[Path, "save the record here [this folder]"] = Path(),
+) -> Answer:
+    """Judge a kernel of the capstone, which runs here as any program does, and write a record of its medal."""
     from ..course import capstone
 
-    judged = capstone.submit(options.file)
+    check_folder(out)
+    judged = capstone.submit(file)
     lines = [f"submit: {line}" for line in (judged.said, judged.on_gpu) if line]
     if judged.record is None:
         return Answer({"medal": None, "said": judged.judged.said}, "\n".join(lines), status=1)
-    saved = judged.record.save(options.out)
+    saved = judged.record.save(out)
     columns = {key: key for key in ("path", "ms", "spread", "device", "tokens")}
     lines += [records.table(judged.rows, columns)] if judged.rows else []
     return Answer(judged.record.to_json(), "\n".join([*lines, f"submit: saved {saved}"]))
 
 
-def grade(options: Namespace) -> Answer:
-    """Say who solved what: a row for each reader's folder."""
+def grade(folders: Annotated[Sequence[Path], "in which a reader worked on the notebooks, who has its name"]) -> Answer:
+    """Say which exercises were solved in each of some folders, one a reader's."""
     from ..course import progress
 
-    rows = progress.grades(options.folders)
+    rows = progress.grades(folders)
     return Answer(rows, records.table(rows, {key: key for key in rows[0]}))
 
 
-def record(options: Namespace) -> Answer:
+def record(
+    name: Annotated[str | None, "without a name, the names are listed"] = None,
+    *,
+    out: Annotated[Path | None, "where the record goes [data/records of a checkout, else the working folder]"] = None,
+    seed: Annotated[int | None, "for attack only: draw other cases"] = None,
+    seconds: Annotated[float | None, "for attack, and recordings of large tables: how long at most"] = None,
+    rivals: Annotated[Path | None, "for arena only: files NAME.py with what is timed beside; these are run"] = None,
+) -> Answer:
+    """Make one of the recordings that the course's figures come from."""
     from .recordings import RECORDINGS, make, options_of
 
     names = sorted(RECORDINGS)
-    if options.name is None:
+    if name is None:
         return Answer(names, "\n".join(names))
-    if options.name not in names:
-        raise InputError(f"there is no recording {options.name!r:.200}; accepted: {', '.join(names)}")
-    asked = {key: value for key in ("seed", "seconds", "rivals") if (value := getattr(options, key)) is not None}
-    for key in asked.keys() - options_of(options.name):
+    if name not in names:
+        raise InputError(f"there is no recording {name!r:.200}; accepted: {', '.join(names)}")
+    if (seed or 0) < 0 or seconds is not None and not 0 < seconds < float("inf"):
+        raise InputError(f"--seed is {seed} and --seconds {seconds}; accepted: 0 or more, and more than 0")
+    given = {"seed": seed, "seconds": seconds, "rivals": rivals}
+    asked = {key: value for key, value in given.items() if value is not None}
+    for key in asked.keys() - options_of(name):
         takers = ", ".join(name for name in names if key in options_of(name))
-        raise InputError(f"{options.name} takes no --{key}; accepted: with {takers}")
-    folder = options.out or core.new_records_dir()
+        raise InputError(f"{name} takes no --{key}; accepted: with {takers}")
+    folder = out or core.new_records_dir()
     check_folder(folder)
-    made, path = make(options.name, folder, **asked)
+    made, path = make(name, folder, **asked)
     return Answer(made.to_json(), f"{made}\nrecord: saved {path}")
 
 
-def compile_kernels(options: Namespace) -> Answer:
-    import torch
-
-    from ..cuda.compile import ARCHITECTURES
-    from ..ops.kernels import prebuild
-
-    if unknown := sorted(set(options.arch) - set(ARCHITECTURES)):
-        raise InputError(f"--arch is {', '.join(unknown)!r:.80}; accepted: {', '.join(ARCHITECTURES)}")
-    with tqdm(unit="cubin", disable=None) as bar:
-
-        def built(done: int, of: int, name: str) -> None:
-            bar.total = of
-            bar.set_postfix_str(name[:60], refresh=False)
-            bar.update(done - bar.n)
-
-        dtypes = [getattr(torch, name) for name in options.dtype]
-        names = prebuild(options.out, options.arch, dtypes, options.d_model, built)
-    return Answer(names, f"compile: {len(names)} cubins in {options.out}")
-
-
-def list_records(options: Namespace) -> Answer:
-    if options.verify:
+def list_records(
+    kind: Annotated[str | None, "list the rows of these"] = None,
+    *,
+    folder: Annotated[Path | None, "another folder than data/records"] = None,
+    verify: Annotated[bool, "only check that each kernel was tested on a GPU, or is named as untested"] = False,
+) -> Answer:
+    """List the records that there are, or the rows of one kind."""
+    if verify:
         try:
-            why, holds = records.verify(options.folder), True
+            why, holds = records.verify(folder), True
         except RecordError as error:
             why, holds = str(error), False
         value = {"holds": holds, "kernels": records.kernel_hashes(), "why": why}
         return Answer(value, f"records: {why}", int(not holds))
-    if options.folder is not None and not options.folder.is_dir():
-        raise InputError(f"--folder is {str(options.folder)!r}; an existing folder of records is accepted")
-    recorded = sorted(records.load_all(options.folder), key=lambda record: record.name)
-    if options.kind is None:
+    if folder is not None and not folder.is_dir():
+        raise InputError(f"--folder is {str(folder)!r}; an existing folder of records is accepted")
+    recorded = sorted(records.load_all(folder), key=lambda record: record.name)
+    if kind is None:
         rows = [_summary(record) for record in recorded]
-        table = records.table(rows, {key: key for key in ("kind", "device", "date", "rows", "state")})
-        none = "records: none in this folder yet; on a GPU, twell-lab record makes them"
-        return Answer(rows, f"{table}\ntwell-lab records KIND lists the rows of one" if rows else none)
-    chosen = [record for record in recorded if record.name == options.kind]
+        columns = {key: key for key in ("kind", "device", "date", "rows", "state")}
+        said = f"{records.table(rows, columns)}\ntwell-lab records KIND lists the rows of one"
+        return Answer(rows, said if rows else "records: none in this folder yet; on a GPU, twell-lab record makes them")
+    chosen = [record for record in recorded if record.name == kind]
     if not chosen:
         kinds = ", ".join(dict.fromkeys(record.name for record in recorded))
-        raise InputError(f"there is no record {options.kind!r:.200}; accepted: {kinds}")
+        raise InputError(f"there is no record {kind!r:.200}; accepted: {kinds}")
     rows = records.flat_rows(chosen) or [{"record": record.name, **row} for record in chosen for row in record.rows]
     return Answer(rows, "", quoted="\n\n".join(map(str, chosen)))
 
@@ -147,57 +242,6 @@ def _summary(record: records.Record) -> dict:
     devices = {row["device"] for row in record.rows if isinstance(row.get("device"), str)}
     devices = devices or {gpu["name"] for gpu in record.machine.get("gpus") or ()} or {"CPU"}
     part = ", cut off" if "unfinished" in record.notes else ", in part" if "left_out" in record.notes else ""
-    return {
-        "kind": record.name,
-        "device": ", ".join(sorted(devices)),
-        "date": record.date[:10],
-        "rows": len(record.rows),
-        "state": f"{'stale' if records.stale(record) else 'current'}{part}",
-    }
-
-
-def train(options: Namespace) -> Answer | None:
-    """Train, save the run, and report the result; under torchrun only the first process reports."""
-    from ..training import checkpoint, presets
-    from ..training.config import TrainConfig
-    from ..training.loop import train
-
-    if options.config == "list":
-        return Answer(presets.rows(), presets.table())
-    asked = given(options, TrainConfig)
-    if options.config is not None:
-        asked = {**presets.of(options.config), **asked}
-    if asked.get("activation") == "relu2" and options.resume is None and asked.get("from_") is None:
-        asked.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
-    if options.checkpoint_every and not (options.out or options.resume):
-        raise InputError(
-            f"--checkpoint-every is {options.checkpoint_every} without --out; accepted: with --out, for the checkpoints"
-        )
-    config = checkpoint.config_of(options.resume, **asked) if options.resume else TrainConfig(**asked)
-    result = train(config, out=options.out, resume=options.resume)
-    if int(os.environ.get("RANK", "0")):
-        return None
-    layers = enumerate(zip(result.density, result.dead, strict=True))
-    rows = [{"layer": number, "density": share, "dead neurons": dead} for number, (share, dead) in layers]
-    where = options.out or options.resume
-    return Answer(
-        result.summary(),
-        f"{records.table(rows, {key: key for key in rows[0]})}\n"
-        f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out "
-        f"text, mean nnz {result.mean_nnz:.1f} of {result.config.d_ff}, {result.seconds:.0f} s"
-        + (f"; the model is in {where}" if where else ""),
-    )
-
-
-def prepare(options: Namespace) -> Answer:
-    from ..training.text.prepared import prepare
-
-    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        on_bytes = lambda size: bar.update(size - bar.n)  # noqa: E731
-        text = prepare(options.text, options.out, tokenizer=options.tokenizer, on_bytes=on_bytes)
-    training, validation = (len(part.tokens) for part in text.split())
-    return Answer(
-        {**text.describe(), "training_tokens": training, "validation_tokens": validation},
-        f"prepare: {text.size:,} bytes of {text.name} as {len(text.tokens):,} {text.tokenizer.unit}, {validation:,} "
-        f"of them held out; twell-lab train --text {shlex.quote(str(options.out))} reads them",
-    )
+    state = ("stale" if records.stale(record) else "current") + part
+    said = {"kind": record.name, "device": ", ".join(sorted(devices)), "date": record.date[:10]}
+    return said | {"rows": len(record.rows), "state": state}

@@ -1,15 +1,11 @@
-"""`twell-lab doctor`: what this machine has, what will run on it, and what would install the rest.
-
-Each finding is made on its own: if looking at one thing fails, that finding says so, and the others are still made.
-"""
+"""`twell-lab doctor`: what this machine has, what will run on it, and what would install the rest. If looking at one
+thing fails, its finding says so, and the others are still made."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-import warnings
-from argparse import Namespace
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -20,15 +16,13 @@ from ..core import StackError
 from ..cuda import compile as compiler
 from .terminal import Answer, folded
 
-COURSE = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
-OTHERS = {  # packages that are used where they are there, and for what
-    "transformers": "models of the Hub",
-    "tokenizers": "BPE",
-    "datasets": "texts of the Hub",
-    "nvidia-ml-py": "energy of a GPU",
+USES = {  # of packages that are used where they are there
+    "the course": ("jupyterlab", "ipywidgets", "anywidget", "plotly"),
+    "models of the Hub": ("transformers",),
+    "BPE": ("tokenizers",),
+    "texts of the Hub": ("datasets",),
+    "a GPU's energy": ("nvidia-ml-py",),
 }
-_NO_TORCH = "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
-_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class Finding(NamedTuple):
@@ -40,7 +34,8 @@ class Finding(NamedTuple):
     command: str | None = None
 
 
-def doctor(options: Namespace) -> Answer:
+def doctor() -> Answer:
+    """Say what this machine has, what will run where, and what is missing."""
     findings, lines = examine(), []
     for topic, finding in findings.items():
         lines.append(folded(f"{finding.state:<8} {topic:<19} {finding.text}", " " * 29))
@@ -56,6 +51,8 @@ def examine() -> dict[str, Finding]:
         try:
             facts = facts or core.describe_machine() | {"usable": core.gpu() is not None}
             findings[topic] = Finding(*probe(facts))
+        except StackError as error:
+            findings[topic] = Finding("missing", str(error))
         except Exception as error:  # the doctor is run where things are broken, so any kind of error may come
             findings[topic] = Finding("limited", f"could not be examined ({type(error).__name__}: {error})")
     return findings
@@ -64,13 +61,20 @@ def examine() -> dict[str, Finding]:
 def install_command(extra: str) -> str:
     """Return the command that installs one of pyproject's extras: make in the checkout's own .venv, elsewhere pip, with
     the packages by name, because an index may have this package's name from somebody else."""
-    if Path(sys.prefix).resolve() == _CHECKOUT / ".venv":
+    if core.is_installed():
+        needed = [name.split(";") for name in metadata.requires("twell-lab") or ()]
+        names = [name.strip() for name, *marker in needed if f"'{extra}'" in "".join(marker).replace('"', "'")]
+        return f"pip install {shlex.join(names)}"
+    if Path(sys.prefix).resolve() == core.data_dir().parent / ".venv":
         return f"make setup STACK={extra}" if extra in ("cu12", "cu13") else "make setup"
-    if not _version("twell-lab"):  # in a checkout that is not installed
-        return f"pip install -e '.[{extra}]'"
-    needed = [name.split(";") for name in metadata.requires("twell-lab") or ()]
-    names = [name.strip() for name, *marker in needed if f"'{extra}'" in "".join(marker).replace('"', "'")]
-    return f"pip install {shlex.join(names)}"
+    return f"pip install -e '.[{extra}]'"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 # ---- what the machine has ----
@@ -78,7 +82,7 @@ def install_command(extra: str) -> str:
 
 def _torch(facts: dict) -> tuple:
     if facts["torch"] is None:
-        return _NO_TORCH
+        return "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
     import torch  # if it is installed and does not load, or the operators do not, the finding shows the error
 
     from ..ops import functional  # noqa: F401
@@ -93,57 +97,33 @@ def _gpu(facts: dict) -> tuple:
         return "limited", "no NVIDIA GPU found; all but running the CUDA kernels works without one"
     shown = "{name}, sm_{sm}, {memory_gib} GiB, driver {driver}"
     named = "; ".join(shown.format(**gpu, sm=gpu["capability"].replace(".", "")) for gpu in facts["gpus"])
-    oldest = "{}{}".format(*compiler.OLDEST)
-    old = [gpu["name"] for gpu in facts["gpus"] if tuple(map(int, gpu["capability"].split("."))) < compiler.OLDEST]
-    if old:
-        return "limited", f"{named}; the kernels need sm_{oldest} or newer, which {old[0]} is not"
+    if old := [gpu for gpu in facts["gpus"] if tuple(map(int, gpu["capability"].split("."))) < compiler.OLDEST]:
+        oldest = "{}{}".format(*compiler.OLDEST)
+        return "limited", f"{named}; the kernels need sm_{oldest} or newer, which {old[0]['name']} is not"
     if facts["usable"]:
         return "ok", named
     driver, build = core.major(facts["cuda_driver"]), core.major(facts["torch_cuda"])
-    if facts["torch"] is None:
-        why = "torch is not installed"
-    elif build is None:
-        why = f"torch {facts['torch']} is a build without CUDA"
-    elif driver is not None and driver < build:
-        why = f"its driver runs CUDA up to {facts['cuda_driver']}, and torch is built for CUDA {facts['torch_cuda']}"
-    else:  # another stack would not help
-        why = f"torch, built for CUDA {facts['torch_cuda']}, cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
-        return "limited", f"{named}; {why}"
+    torch = f"torch {facts['torch']}, built for CUDA {facts['torch_cuda']},"
+    if build is not None and (driver is None or driver >= build):  # another stack would not help
+        return "limited", f"{named}; {torch} cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
+    why = f"{torch} needs a newer driver than this one, which runs CUDA up to {facts['cuda_driver']}"
+    if build is None:
+        why = f"torch {facts['torch']} is a build without CUDA" if facts["torch"] else "torch is not installed"
     return "limited", f"{named}; {why}", install_command("cu12")
 
 
 def _cupy(facts: dict) -> tuple:
     if fault := core.stack_fault():
-        if facts["gpus"]:
-            return "limited", *fault
-        return "ok", f"{fault[0]}; without a GPU CuPy only compiles, so this does no harm here"
+        harmless = f"{fault[0]}; without a GPU CuPy only compiles, so this does no harm here"
+        return ("limited", *fault) if facts["gpus"] else ("ok", harmless)
+    extra = ("cu13" if core.major(facts["torch_cuda"]) == 13 else "cu12") if facts["gpus"] else "compile"
+    command = install_command(extra) if facts["gpus"] or sys.platform == "linux" else None
     if facts["cupy"] is None:
-        return "missing", "not installed; it loads and launches the CUDA kernels", _cupy_command(facts)
-    return "ok", f"{facts['cupy']} ({facts['cupy_package']})"
-
-
-def _cupy_command(facts: dict) -> str | None:
-    if facts["gpus"]:
-        return install_command("cu13" if core.major(facts["torch_cuda"]) == 13 else "cu12")
-    return install_command("compile") if sys.platform == "linux" else None
-
-
-def _nvrtc(facts: dict) -> tuple:
-    if facts["nvrtc"]:
-        archs = ", ".join(compiler.ARCHITECTURES)
-        return "ok", f"the CUDA compiler library, {facts['nvrtc']}, for {archs}, with or without a GPU"
-    if sys.platform not in ("linux", "win32"):
-        return "limited", f"the CUDA compiler library is not made for {sys.platform}"
-    return "missing", "the CUDA compiler library does not load", _cupy_command(facts)
-
-
-def _cache(facts: dict) -> tuple:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        folder = core.cache_dir()
-    if caught:
-        return "limited", str(caught[0].message), "export TWELL_LAB_CACHE=/a/folder/of/your/own"
-    return "ok", f"compiled kernels are kept in {folder}"
+        return "missing", "not installed; it loads and launches the CUDA kernels", command
+    if facts["nvrtc"] is None and not os.environ.get("TWELL_LAB_CUBINS"):  # cubins that were compiled elsewhere do
+        return "missing", f"{facts['cupy']} ({facts['cupy_package']}), whose compiler, NVRTC, does not load", command
+    archs = ", ".join(compiler.ARCHITECTURES)
+    return "ok", f"{facts['cupy']} ({facts['cupy_package']}); compiles for {archs}, with or without a GPU"
 
 
 # ---- what will run ----
@@ -153,44 +133,24 @@ def _gpu_kernels(facts: dict) -> tuple:
     if not facts["gpus"]:
         return "limited", "no GPU to run them; plots show recorded runs instead"
     needs = {"GPU": _gpu(facts), "CuPy": _cupy(facts)}
-    if not os.environ.get("TWELL_LAB_CUBINS"):  # cubins that were compiled elsewhere need no compiler here
-        needs["NVRTC"] = _nvrtc(facts)
     if reasons := [f"{topic}: {text}" for topic, (state, text, *_) in needs.items() if state != "ok"]:
         return "limited", f"will not run yet ({'; '.join(reasons)})"
     return "ok", "run on CUDA tensors, compiled on first use"
 
 
 def _simulator(facts: dict) -> tuple:
-    if facts["torch"] is None:
-        return _NO_TORCH
     from ..simulator import toolchain
 
-    try:
-        compiler = toolchain.compiler()
-    except StackError as error:
-        return "missing" if sys.platform == "linux" else "limited", str(error)
-    return "ok", f"runs the CUDA kernels on the CPU, compiled with {compiler.path}: {compiler.version}"
+    found = toolchain.compiler()
+    return "ok", f"runs the CUDA kernels on the CPU, compiled with {found.path}: {found.version}"
 
 
-def _notebooks(facts: dict) -> tuple:
-    if absent := [name for name in COURSE if not _version(name)]:
-        return "missing", f"not installed: {', '.join(absent)}", install_command("course")
-    opens = "twell-lab course" if core.is_installed() else "make lab"
-    return "ok", f"{', '.join(COURSE)} are installed; `{opens}` opens the course"
-
-
-def _others(facts: dict) -> tuple:
-    versions = {name: _version(name) for name in OTHERS}
-    said = ", ".join(f"{name} {versions[name] or 'is not installed'} ({use})" for name, use in OTHERS.items())
-    absent = [name for name in OTHERS if not versions[name] and (facts["gpus"] or name != "nvidia-ml-py")]
+def _packages(facts: dict) -> tuple:
+    versions = {name: _version(name) for names in USES.values() for name in names}
+    shown = {name: f"{name} {version or 'is not installed'}" for name, version in versions.items()}
+    said = "; ".join(f"{', '.join(shown[name] for name in names)} ({use})" for use, names in USES.items())
+    absent = [name for name in versions if not versions[name] and (facts["gpus"] or name != "nvidia-ml-py")]
     return ("missing", said, f"pip install {shlex.join(absent)}") if absent else ("ok", said)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 _PROBES: dict[str, Callable[[dict], tuple]] = {
@@ -198,10 +158,7 @@ _PROBES: dict[str, Callable[[dict], tuple]] = {
     "PyTorch": _torch,
     "GPU": _gpu,
     "CuPy": _cupy,
-    "NVRTC": _nvrtc,
-    "kernel cache": _cache,
     "GPU kernels": _gpu_kernels,
     "simulator": _simulator,
-    "notebooks": _notebooks,
-    "other packages": _others,
+    "packages": _packages,
 }

@@ -1,67 +1,218 @@
-"""`twell-lab profile`, `plan`, `thresholds`, `predict` and `sparsify`: what fires in a model, what its layers should do
-and could leave out, what that should take on a GPU, and a folder with the model and its plan, which tl.load and
-tl.sparsify take by name. Imports torch only when one of them runs."""
+"""The commands that take a saved model: sample, profile and sparsify. Imports torch only when one of them runs."""
 
 from __future__ import annotations
 
-import argparse
-import math
+import copy
 import shutil
-from collections.abc import Callable
-from importlib.util import find_spec
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..core import InputError, StackError, write_atomically
-from .inputs import model_and_windows, placed
-from .terminal import Answer
+from ..core import InputError, StackError, check_folder, check_target, optional, write_atomically
+from .options import PATHS, Device, Model, OwnDtype, Text
+from .terminal import Answer, said_fast
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..analysis.plan import Plan
     from ..analysis.profile import FiringProfile
 
-
 _PICTURES = (".png", ".svg", ".pdf")
-_NEEDS_KALEIDO = "--plot needs kaleido, with Chrome: pip install kaleido; --html needs neither"
 
 
-def profile(options: argparse.Namespace) -> Answer:
+# ---- the model and the text that a command is given ----
+
+
+def opened(name: str) -> tuple[Any, Any, bool]:
+    """Return a model on the CPU, as `tl.load` gives it, its tokenizer, and whether it is one of this project's."""
+    from ..models import published
+    from ..models.tiny import LanguageModel
+    from ..training.text.tokenizer import tokenizer_of
+
+    model = published.load(folder := published.folder_of(name))
+    if isinstance(model, LanguageModel):
+        return model, tokenizer_of(folder, model.config.vocabulary), True
+    return model, published.tokenizer_of(folder), False
+
+
+def model_and_windows(name: str, text: str | None, count: int = 1, *, tokens: int = 0) -> tuple[Any, Any, Tensor]:
+    """Return a model on the CPU, as tl.load gives it; the text, or its held-out part; and at most `count` windows of
+    it, or as many as hold so many `tokens`, spread evenly: int64 [count, context].
+
+    Only the held-out part is taken of the text that the model was trained on, of the default text and of a prepared
+    text. A model of transformers reads the text with its own tokenizer, in windows of 512 tokens at most; ours with the
+    one that training saved in its folder, or as bytes."""
+    from ..training.checkpoint import text_of
+    from ..training.text.prepared import is_prepared, load_any
+    from ..training.text.source import spread_windows
+
+    if count < 1:
+        raise InputError(f"--windows is {count}; accepted: 1 or more")
+    model, tokenizer, own = opened(name)
+    whole = load_any(text, tokenizer=tokenizer if own else None)
+    seen = text is None or is_prepared(text) or own and whole.sha256 == text_of(name).get("sha256")
+    part = whole.split()[1] if seen else whole
+    context = model.config.context if own else min(512, getattr(model.config, "max_position_embeddings", None) or 512)
+    count = max(count, -(-tokens // context))
+    ids, unit = part.tokens, part.tokenizer.unit if own else "tokens"
+    if not own:  # a token is rarely longer than eight bytes; the beginning of a longer text does
+        start = part.tokenizer.decode(part.tokens[: 8 * (count + 1) * context]).decode("utf-8", "replace")
+        ids = tokenizer(start, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+    if len(ids) <= context:
+        raise InputError(f"{part.name} has {len(ids)} {unit}; windows of {context} need at least {context + 1}")
+    if not own and (largest := int(ids.max())) >= (known := model.get_input_embeddings().weight.shape[0]):
+        raise InputError(f"the tokenizer of {name!r} made token {largest}; the model has {known} of them")
+    return model, part, spread_windows(ids, count, context)[:, :-1]
+
+
+def placed(device: str | None, dtype: str | None) -> tuple[Any, Any]:
+    """Return the device and the dtype that options ask for."""
+    import torch
+
+    from ..ops.clock import dtype_for, present_device
+
+    place = present_device(device)
+    return place, getattr(torch, dtype) if dtype else dtype_for(place)
+
+
+# ---- text from a model ----
+
+
+def sample(
+    model: Model,
+    *,
+    prompt: Annotated[str, "what the model continues [a new line]"] = "\n",
+    tokens: Annotated[int, "how many to add, unless a model of transformers ends its text before"] = 200,
+    temperature: Annotated[float, "0 takes the most likely token; above, tokens are drawn"] = 0.0,
+    top_k: Annotated[int | None, "draw from the N most likely tokens alone"] = None,
+    seed: Annotated[int | None, "of the draw [another one each time]"] = None,
+    sparse: Annotated[bool, "plan the layers on this text, swap them, and compare with the dense model"] = False,
+    device: Device = None,
+) -> Answer:
+    """Let a saved model continue a text, and time it."""
+    import torch
+
+    from ..ops.clock import present_device
+
+    place = present_device(device)
+    dense, tokenizer, own = opened(model)
+    dense = dense.to(place).eval().requires_grad_(False)
+    if not prompt:
+        raise InputError("--prompt is empty; accepted: at least one character")
+    if not own and prompt != prompt.encode("utf-8", "ignore").decode():
+        raise InputError(f"--prompt is {prompt!r:.80}, which is not UTF-8; accepted: text, by this model's tokenizer")
+    if own:
+        ids = tokenizer.encode(torch.tensor([*prompt.encode("utf-8", "surrogateescape")], dtype=torch.uint8)).long()
+    else:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids[0]
+    if seed is None and temperature:  # the answer names it, so that the text can be had again
+        seed = torch.Generator().seed() % 2**32
+    how = {"temperature": temperature, "top_k": top_k, "seed": seed}
+
+    speak(dense, ids, tokens if place.type == "cuda" else 1, how)  # what the first call sets up
+    said, speed = speak(dense, ids, tokens, how)
+    if own:
+        text = tokenizer.decode(said).decode("utf-8", "replace")
+    else:  # of a token by itself some tokenizers leave out the space before it
+        before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *said]))
+        text = whole.removeprefix(before)
+    value = {"prompt": prompt, "text": text, "tokens": said.tolist(), **how, "tokens_per_s": speed}
+    fast, lines = f", {speed:,.0f} a second", []
+    if sparse:
+        swapped, rows = planned(dense, torch.cat([ids, said]).to(place))
+        value |= in_turn(swapped, dense, ids, tokens, how) | {"layers": rows}
+        lines = [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
+        fast = f"; {said_fast(value)}"
+    drawn = f" with seed {seed}" if temperature else ""
+    lines.append(f"sample: {len(said):,} {tokenizer.unit if own else 'tokens'}{drawn}{fast}")
+    return Answer(value, "\n".join(lines), quoted=f"{prompt}{text}\n\n")
+
+
+def speak(model: nn.Module, prompt: Tensor, tokens: int, how: dict) -> tuple[Tensor, float]:
+    """Return what `tl.generate` adds to a prompt, and how many tokens a second that was."""
+    from ..models.generate import generate
+
+    start = time.perf_counter()
+    said = generate(model, prompt, max_new_tokens=tokens, **how)[len(prompt) :].cpu()
+    return said, len(said) / (time.perf_counter() - start)
+
+
+def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, how: dict, rounds: int = 5) -> dict:
+    """Let two models speak in turn, once before it counts, since a GPU captures their steps then; return {tokens_per_s,
+    dense_tokens_per_s: medians, ratios: of each turn, same: whether all they said is the same}."""
+    turns = [(speak(sparse, prompt, tokens, how), speak(dense, prompt, tokens, how)) for _ in range(rounds + 1)][1:]
+    said = [text.tolist() for turn in turns for text, _ in turn]
+    fast, slow = ([speed for _, speed in side] for side in zip(*turns, strict=True))
+    return {
+        "tokens_per_s": median(fast),
+        "dense_tokens_per_s": median(slow),
+        "ratios": [a / b for a, b in zip(fast, slow, strict=True)],
+        "same": all(text == said[0] for text in said),
+    }
+
+
+def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None) -> tuple[nn.Module, list[dict]]:
+    """Return a copy of the model with its layers swapped by a plan for one token at a time, and its report's rows. They
+    are timed on the text [tokens], or on its second half where the first is profiled, as there is no `firing`."""
+    from ..analysis.planner import plan
+    from ..analysis.profile import profile
+    from ..models.report import report
+    from ..models.swap import sparsify
+
+    context = getattr(model.config, "context", None) or getattr(model.config, "max_position_embeddings", len(text))
+    first, second = ([part[None] for part in half.split(context)] for half in text.chunk(2))
+    firing, batches = (profile(model, first), second) if firing is None else (firing, [*first, *second])
+    swapped = copy.deepcopy(model).eval().requires_grad_(False)
+    calls = "captured" if text.is_cuda else "eager"
+    sparsify(swapped, plan(firing, model, tokens=[1], batches=batches, calls=calls, progress=False))
+    return swapped, report(swapped).rows
+
+
+# ---- what fires, and what to do with it ----
+
+
+def profile(
+    model: Model,
+    *,
+    text: Text = None,
+    windows: Annotated[int, "how many windows"] = 256,
+    out: Annotated[Path | None, "save the counts here, as JSON"] = None,
+    against: Annotated[Path | None, "compare with the profile that --out saved here"] = None,
+    html: Annotated[Path | None, "draw it into a page that needs no network"] = None,
+    plot: Annotated[Path | None, "draw its layers into a picture: .png, .svg or .pdf; needs kaleido"] = None,
+) -> Answer:
+    """int which neurons of a saved model fire on a text."""
     from ..analysis.predict import verdict
     from ..analysis.profile import FiringProfile, profile
 
-    if options.plot is not None and options.plot.suffix not in _PICTURES:
-        raise InputError(f"--plot is {str(options.plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")
-    if options.plot is not None and find_spec("kaleido") is None:
-        raise StackError(_NEEDS_KALEIDO)
-    other = None if options.against is None else FiringProfile.load(options.against)  # refused before the work
-    spell: Callable[[int], str] = str
-    if options.model.is_file():
-        if options.text is not None:
-            raise InputError(
-                f"{str(options.model)!r} is a file, so it is read as a saved profile, which needs no --text"
-            )
-        firing, read = FiringProfile.load(options.model), str(options.model)
-    else:
-        model, part, windows, spell = model_and_windows(options, options.windows)
-        firing, read = profile(model, windows.split(32)), part.name
+    for place in filter(None, (out, html, plot)):  # before the work
+        check_target(place)
+    if plot is not None and plot.suffix not in _PICTURES:
+        raise InputError(f"--plot is {str(plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")
+    if plot is not None:
+        optional("kaleido", "--plot")
+    other = None if against is None else FiringProfile.load(against)  # refused before the work
+    loaded, part, read = model_and_windows(model, text, windows)
+    firing = profile(loaded, read.split(32))
     compared = None if other is None else firing.compare(other)
-    if options.out is not None:
-        firing.save(options.out)
-    _draw(firing, options.html, options.plot)
+    if out is not None:
+        firing.save(out)
+    _draw(firing, html, plot)
     said = verdict(firing)
     value = {
         "tokens": firing.tokens,
-        "of": read,
+        "of": part.name,
         "layers": firing.table(),
         "by_position": firing.by_position(),
         "by_token": firing.by_token(),
         "verdict": said,
         "against": None if compared is None else {"layers": compared.rows, "verdict": compared.verdict},
     }
-    lines = [str(firing), *_by_place(firing, spell), f"profile: {firing.tokens:,} tokens of {read}", said]
-    lines += [] if compared is None else [f"\nbeside {options.against}", str(compared)]
+    lines = [str(firing), f"profile: {firing.tokens:,} tokens of {part.name}", said]
+    lines += [] if compared is None else [f"\nbeside {against}", str(compared)]
+    lines += [f"profile: saved {place}" for place in filter(None, (out, html, plot))]
     return Answer(value, "\n".join(lines))
 
 
@@ -79,190 +230,61 @@ def _draw(firing: FiringProfile, html: Path | None, picture: Path | None) -> Non
         try:
             write_atomically(picture, plots.firing_by_layer(firing).to_image(format=picture.suffix[1:]))
         except (ImportError, RuntimeError):  # which fill a screen
-            raise StackError(_NEEDS_KALEIDO) from None
+            raise StackError("--plot needs kaleido, with Chrome: pip install kaleido; --html needs neither") from None
 
 
-def _by_place(firing: FiringProfile, spell: Callable[[int], str]) -> list[str]:
-    """Return how much fires at the positions of a sequence and at which tokens, a line each. spell: a token as text."""
-    from ..plots import share
+def sparsify(
+    model: Model,
+    *,
+    text: Text = None,
+    windows: Annotated[int, "how many windows to profile, and how many others to time on"] = 256,
+    out: Annotated[Path | None, "save the model and the plan here, in a folder without a model"] = None,
+    tokens: Annotated[Sequence[int], "tokens at once to plan for"] = (1, 64, 2048, 16384),
+    predict_only: Annotated[bool, "time none of the candidates"] = False,
+    calls: Annotated[Literal["eager", "compiled", "captured"], "how the model will be called"] = "eager",
+    paths: Annotated[Sequence[str] | None, f"what to weigh beside dense: {PATHS} [twell hot_cold]"] = None,
+    device: Device = None,
+    dtype: OwnDtype = None,
+) -> Answer:
+    """Choose a path for every layer of a saved model, swap the layers, and save the model with this plan beside it."""
+    import torch
 
-    rows = [row for row in firing.by_position() if not row["first"] & (row["first"] - 1)]  # 0 and the powers of two
-    places = [f"{row['first']}{'' if row['last'] == row['first'] else ' on'}: {share(row['density'])}" for row in rows]
-    lines = [f"firing at positions {', '.join(places)}" if places else "firing by position: not known"]
-    tokens = [row for row in firing.by_token(least=8) if row["x_mean"] is not None]
-    if many := min(5, len(tokens) // 2):
-        said = [f"{spell(row['token'])} {row['x_mean']:.1f}x" for row in [*tokens[:many], *tokens[: -many - 1 : -1]]]
-        most, least = ", ".join(said[:many]), ", ".join(said[many:])
-        lines.append(f"tokens at which most fire, times the mean: {most}; least: {least}")
-    return lines
-
-
-def plan(options: argparse.Namespace) -> Answer:
-    model, part, windows, _ = model_and_windows(options, 2 * options.windows)
-    chosen = planned(options, model, windows)
-    if options.out is not None:
-        chosen.save(options.out)
-    shown = "\n\n".join(map(str, chosen.layers)) if options.all else chosen
-    return Answer(chosen.table(), f"{shown}\nplan: {how_planned(chosen, part.name, windows)}")
-
-
-def planned(options: argparse.Namespace, model: nn.Module, windows: Tensor) -> Plan:
-    """Return the plan that the options ask for. The model goes to their device and dtype."""
+    from ..analysis.plan import IN_FOLDER
     from ..analysis.planner import plan
-    from ..analysis.profile import profile
-
-    model.to(*placed(options)).requires_grad_(False)
-    # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
-    return plan(
-        profile(model, windows[::2].split(32)),
-        model,
-        tokens=options.tokens,
-        measure=not options.predict_only,
-        batches=windows[1::2].split(32) if len(windows) > 1 else None,
-        calls=options.calls,
-        paths=options.paths,
-    )
-
-
-def how_planned(plan: Plan, text: str, windows: Tensor) -> str:
-    """Return from how many tokens of the text a plan was made, and what was timed."""
-    timed = f"timed on inputs {plan.inputs}" if plan.inputs else "nothing was timed"
-    return f"from {windows[::2].numel():,} tokens of {text}; {timed}"
-
-
-def thresholds(options: argparse.Namespace) -> Answer:
-    from ..models.thresholds import thresholds as choose
-    from ..models.tiny import LanguageModel
-
-    if options.windows < 2:
-        raise InputError(
-            f"--windows is {options.windows}; two or more windows are accepted, for the loss to have an interval"
-        )
-    model, part, windows, _ = model_and_windows(options, 2 * options.windows)
-    model.requires_grad_(False)
-    # Every second window is calibrated on; the loss is measured on those between them.
-    chosen = choose(model, windows[::2].split(32), options.sparsity, method=options.method, greedy=options.greedy)
-    cost, bits, change = chosen.loss(model, windows[1::2]), None, ""
-    if isinstance(model, LanguageModel):  # which predicts tokens whose bytes are known
-        width = part.tokenizer.lengths[windows[1::2, 1:]].double().mean().item()
-        bits = [nats / math.log(2) / width for nats in (cost.dense, cost.thresholded)]
-        change = f"; {bits[0]:.4g} to {bits[1]:.4g} bits a byte"
-    value = {"model": str(options.model), "text": part.name, "greedy": options.greedy, "thresholds": chosen.table()}
-    value |= {key: getattr(chosen, key) for key in ("method", "sparsity", "tokens", "spared")}
-    how = f"of {part.name}, every second window was calibrated on, the others measured"
-    said = f"{chosen}\nthresholds: {cost}{change}; {how}"
-    if options.out is not None:
-        chosen.save(options.out)
-        line = f"tl.Thresholds.load({str(options.out)!r}).apply(tl.load({str(options.model)!r}))"
-        said += f"\nthresholds: in Python:\n  {line}"
-    return Answer(value | {"loss": cost.as_dict() | {"bits_per_byte": bits}}, said)
-
-
-def predict(options: argparse.Namespace) -> Answer:
-    from .. import records
-    from ..analysis import predict
-
-    if options.gpu == "list":
-        return Answer(names := [each["name"] for each in predict.datasheets()], "\n".join(names))
-    sizes = options.nnz, options.d_model, options.d_ff
-    rows = predict.predict(options.gpu, *sizes, gated=options.gated, tokens=options.tokens, kind=options.workload)
-    columns = {"tokens": "tokens", "path": "path", "ms": "ms", "x_dense": "x dense"}
-    columns |= {"read_mb": "MB of weights needed"}
-    source = "from the vendor's figures and the shares that an H100 reaches"
-    lines = [records.table(rows, columns), f"predict: {predict.rates_of(options.gpu).device}, {source}"]
-    lines += [
-        f"predict: {row['layers']} layers recorded on an {row['gpu']} would be predicted as {row['least']:.2f} to "
-        f"{row['most']:.2f} times what they took, {row['median']:.2f} in the middle"
-        for row in predict.errors()
-    ]
-    return Answer(rows, "\n".join(lines))
-
-
-def sparsify(options: argparse.Namespace) -> Answer:
-    """Plan the layers, or read a plan; swap them, compare the logits, and save the model and the plan."""
-    import torch
-
-    from ..analysis.plan import IN_FOLDER, Plan
-    from ..models.relufy import relufy
-    from ..models.report import report
-    from ..models.swap import sparsify
-    from ..ops.clock import present_device
-
-    if (options.out / "config.json").exists():
-        raise InputError(f"--out is {str(options.out)!r}, which holds a model; accepted: a folder without one")
-    plan = None if options.plan is None else Plan.load(options.plan)  # refused before the work
-    model, part, windows, _ = model_and_windows(options, 2 * options.windows)
-    ids, changed = windows[1::2][:2], 0.0
-    if options.relufy:
-        model.to(present_device(options.device))
-        before = _logits(model, ids)
-        relufy(model)
-        changed = _off(_logits(model, ids), before)
-        del before
-    if plan is None:
-        plan = planned(options, model, windows)
-        how = how_planned(plan, part.name, windows)
-    else:
-        device = present_device("cpu" if plan.device == "CPU" else "cuda")
-        model.to(device, getattr(torch, plan.dtype)).requires_grad_(False)
-        how = f"as {options.plan} says"
-    dense = _logits(model, ids)
-    sparsify(model, plan)
-    off = _off(_logits(model, ids), dense)
-    told = report(model)
-    del model, dense
-    _save(options)
-    plan.save(options.out / IN_FOLDER)
-    names = sorted(each.name for each in options.out.iterdir())
-    where = "" if plan.device == "CPU" else ", device='cuda'"
-    loaded = f"tl.load({str(options.out)!r}, dtype=torch.{plan.dtype}{where})"
-    lines = [
-        f"{told}\nsparsify: {how}",
-        *([f"sparsify: its ReLUs change the logits by {changed:.2g} of their norm: train it"] * options.relufy),
-        f"sparsify: the logits of {ids.numel():,} other tokens are off the dense {'ReLU ' * options.relufy}model's by "
-        f"{off:.2g} of their norm",
-        f"sparsify: the model and {IN_FOLDER} are in {options.out}; in Python:",
-        f"  tl.sparsify({loaded}, {str(options.out)!r})",
-    ]
-    value = {"folder": str(options.out), "files": names, "logits_off": off, "layers": told.rows}
-    return Answer({**value, "relufy_changed": changed}, "\n".join(lines))
-
-
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """Of the model for these tokens [batch, tokens], in float64."""
-    import torch
-
+    from ..analysis.profile import profile as count
     from ..bench.workloads import Causal
+    from ..models.published import folder_of
+    from ..models.report import report
+    from ..models.swap import sparsify as swap
+    from ..training.checkpoint import STATE
 
+    if out is not None:
+        check_folder(out)
+        if (out / "config.json").exists():
+            raise InputError(f"--out is {str(out)!r}, which holds a model; accepted: a folder without one")
+    loaded, part, read = model_and_windows(model, text, 2 * windows)
+    loaded.to(*placed(device, dtype)).requires_grad_(False)
+    # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
+    firing, others = count(loaded, read[::2].split(32)), read[1::2].split(32) if len(read) > 1 else None
+    how: dict = {"tokens": tokens, "measure": not predict_only, "batches": others, "calls": calls, "paths": paths}
+    chosen = plan(firing, loaded, **how)
+
+    ids = read[1::2][:2].to(next(loaded.parameters()).device)
     with torch.no_grad():
-        return Causal(model).reader()(ids.to(next(model.parameters()).device)).double()
-
-
-def _off(logits: Tensor, exact: Tensor) -> float:
-    """Return how far off logits are: the norm of the difference over that of the exact ones."""
-    return float((logits - exact).norm() / exact.norm())
-
-
-def _save(options: argparse.Namespace) -> None:
-    """The model in its own dtype, and what it reads text with."""
-    import safetensors
-
-    from ..models import published
-    from ..models.relufy import relufy
-    from ..models.tiny import LanguageModel
-
-    folder = published.folder_of(options.model)
-    model: Any = published.load(folder)
-    if options.relufy:
-        relufy(model)
-    try:
-        if isinstance(model, LanguageModel):
-            model.save(options.out)
-            if (own := folder / "tokenizer.json").is_file():
-                shutil.copyfile(own, options.out / own.name)
-            return
-        with published.quiet():
-            model.save_pretrained(options.out)
-        published.tokenizer_of(folder).save_pretrained(options.out)
-    except safetensors.SafetensorError as error:
-        raise InputError(f"the model cannot be written into {str(options.out)!r}: {error}") from error
+        dense = Causal(loaded).reader()(ids).double()
+        off = float((Causal(swap(loaded, chosen)).reader()(ids).double() - dense).norm() / dense.norm())
+    told = report(loaded)
+    timed = f"timed on inputs {chosen.inputs}" if chosen.inputs else "nothing was timed"
+    lines = [
+        f"{told}\nsparsify: from {firing.tokens:,} tokens of {part.name}; {timed}",
+        f"sparsify: the logits of {ids.numel():,} other tokens are off the dense model's by {off:.2g} of their norm",
+    ]
+    if out is not None:
+        for file in folder_of(model).iterdir():
+            if file.is_file() and file.name != STATE:
+                shutil.copy(file, out)
+        chosen.save(out / IN_FOLDER)
+        where = "" if chosen.device == "CPU" else ", device='cuda'"
+        line = f"tl.sparsify(tl.load({str(out)!r}, dtype=torch.{chosen.dtype}{where}), {str(out)!r})"
+        lines.append(f"sparsify: the model and {IN_FOLDER} are in {out}; in Python:\n  {line}")
+    return Answer({"logits_off": off, "layers": told.rows, "candidates": chosen.table()}, "\n".join(lines))

@@ -2,9 +2,7 @@
 shipped models read when it is drawn (course.sentence), whose script is the page's only one.
 
 Its text is in page.html.jinja, which puts the record's numbers in; this file picks rows, computes what several places
-need, and makes the sentences that depend on how the numbers compare. Needs no plotly; without torch the models' part is
-left out.
-"""
+need, and makes the sentences that depend on how the numbers compare."""
 
 from __future__ import annotations
 
@@ -18,67 +16,45 @@ from pathlib import Path
 import jinja2
 
 from .. import records
-from ..core import RecordError, write_atomically
+from ..course.sentence import web
 from ..plots import decode, layer_names, percentiles, picked, series, share
 from .charts import Axis, Line, chart
 from .terminal import Ratio, said_fast, verdict
 
-# The format of notes["tour"] in a tour's record, without which another version would misread it, and the names of the
-# two trainings there.
-FORMAT, WITHOUT, WITH = 1, "without L1", "with L1"
-
-_ALIKE, _NO_PATH = ("label", "device", "dtype", "tokens", "nnz"), "No sparse path was timed."
+WITHOUT, WITH = "without L1", "with L1"  # the two trainings in a tour's record
 FORMATS = ("dense", "CSR", "ELL", "TwELL")
+_ALIKE = ("label", "device", "dtype", "tokens", "nnz")
+_FIRING, _SHORT = "neurons firing for a token, %", "{:.3g}".format
 _TIMES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
-
-_PAGES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent),
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
-_PAGES.filters.update(number=format, share=share, json=json.dumps)
 
 
 def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> str:
-    """Return the page as HTML text.
-
-    record: what `tour.run` returned, or `records.load("tour.json")`. recorded: records to show a part of beside the
-    tour's own times (`comparable`). Raises RecordError for a record that is not a tour's."""
-    tour = record.notes.get("tour")
-    if not isinstance(tour, dict) or tour.get("format") != FORMAT:
-        raise RecordError(
-            f"record {record.name!r} holds no tour that this version can draw: it needs "
-            f"notes.tour.format {FORMAT}; twell-lab tour makes such a record"
-        )
-    try:
-        return _page(record, tour, comparable(recorded))
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, jinja2.TemplateError) as error:
-        raise RecordError(
-            f"record {record.name!r}: notes.tour or a row is not as a tour writes it ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
-    own, large = split_rows(record.rows)
+    """Return the page of a tour's record as HTML text. recorded: records to show a part of beside it (`comparable`)."""
+    tour, (own, large) = record.notes["tour"], split_rows(record.rows)
     layers, packed = tour["profile"]["layers"], tour["packing"]["layers"]
-    without, sparse = tour["runs"][WITHOUT], tour["runs"][WITH]
-    names = layer_names([layer["name"] for layer in layers])
+    names = layer_names([layer["layer"] for layer in layers])
     densities = {name: layer["density"] for name, layer in zip(names, layers, strict=True)}
     busiest = max(densities, key=densities.__getitem__)
     frequency = sorted(layers[names.index(busiest)]["neuron_frequency"], reverse=True)
     fired = [*accumulate(frequency)]
     sizes = sorted({(row["d_model"], row["d_ff"]) for row in large})
-    wide = " and ".join(f"{d_model:,} x {d_ff:,}" for d_model, d_ff in sizes) or "no size"
     cpu = record.machine.get("cpu") or "an unnamed CPU"
-    functions = see_training, see_speed, see_recorded, draw_training, draw_frequency, draw_speeds, tile_cells, said_fast
-    return _PAGES.get_template("page.html.jinja", globals={made.__name__: made for made in functions}).render(
+    pages = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters.update(number=format, share=share, json=json.dumps)
+    functions = see_speed, see_recorded, draw_training, draw_frequency, draw_speeds, tile_cells, said_fast
+    pages.globals.update({made.__name__: made for made in functions})
+    return pages.get_template("page.html.jinja").render(
         record=record,
         tour=tour,
-        sentence=_sentence(),
-        without=without,
-        sparse=sparse,
+        sentence=web.fragment(),
+        without=tour["runs"][WITHOUT],
+        sparse=tour["runs"][WITH],
         rows=layer_table(tour),
         names=names,
         densities=sorted(densities.items(), key=lambda item: item[1]),
@@ -90,26 +66,11 @@ def _page(record: records.Record, tour: dict, beside: list[dict]) -> str:
         bytes={kind: sum(layer["bytes"][kind] for layer in packed) for kind in FORMATS},
         own=[row for row in own if not _how(row)],
         large=large,
-        beside=beside,
+        beside=comparable(recorded),
         times=own + large,
         devices=sorted({cpu if records.is_cpu(row["device"]) else row["device"] for row in record.rows}),
-        wide=wide,
+        wide=" and ".join(f"{d_model:,} x {d_ff:,}" for d_model, d_ff in sizes),
     )
-
-
-def _sentence() -> str:
-    try:
-        from ..course.sentence import web
-    except ImportError:
-        return ""
-    return web.fragment()
-
-
-def render_file(path: str | Path, folder: str | Path) -> Path:
-    """Draw the page of a saved tour.json into a folder, with the project's records beside it. Returns its path."""
-    target = Path(folder) / "index.html"
-    write_atomically(target, render(records.load(path), records.load_all()))
-    return target
 
 
 def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -122,13 +83,9 @@ def comparable(recorded: Iterable[records.Record]) -> list[dict]:
     is current, plain calls on a GPU of a gated layer of 2,048 x 5,632, planned and dense."""
     current = [record for record in records.told(recorded, "inference") if not records.stale(record)]
     wanted = {"kind": "inference", "d_model": 2048, "d_ff": 5632, "gated": True, "workload": "independent, lognormal"}
-    return [
-        {**row, "date": record.date}
-        for record in current[-1:]
-        for row in record.rows
-        if wanted.items() <= row.items() and row["path"] in ("planned", "dense eager", "dense compiled")
-        if not records.is_cpu(row["device"])
-    ]
+    paths = ("planned", "dense eager", "dense compiled")
+    rows = [{**row, "date": record.date} for record in current[-1:] for row in record.rows if row["path"] in paths]
+    return [row for row in rows if wanted.items() <= row.items() and not records.is_cpu(row["device"])]
 
 
 # ---- what is drawn ----
@@ -140,21 +97,18 @@ def draw_training(runs: dict) -> list[dict]:
     for i, (label, run) in enumerate(runs.items()):
         history, width = run["history"], run["config"]["d_ff"]
         seen = [(row["step"], row["val_bits_per_byte"]) for row in history if row.get("val_bits_per_byte") is not None]
-        losses.append(Line(label, seen))
-        firing.append(Line(label, [(row["step"], 100 * row["nnz"] / width) for row in history]))
         trained_on = [(row["step"], row["ce"] / math.log(2)) for row in history]
+        losses.append(Line(label, seen))
         read.append(Line(f"{label}, on the text it trains on", trained_on, behind=i))
-    step, show = Axis("training step"), "{:.3g}".format
-    return [
-        chart("Loss on held-out text", losses + read, step, Axis("bits per byte", show=show)),
-        chart("Firing", firing, step, Axis("neurons firing for a token, %", show=show)),
-    ]
+        firing.append(Line(label, [(row["step"], 100 * row["nnz"] / width) for row in history]))
+    step, loss, fires = Axis("training step"), Axis("bits per byte", show=_SHORT), Axis(_FIRING, show=_SHORT)
+    return [chart("Loss on held-out text", losses + read, step, loss), chart("Firing", firing, step, fires)]
 
 
 def draw_frequency(name: str, frequency: list[float]) -> dict | None:
     """Draw on which share of the tokens each neuron of a layer fires, most used first; None if none does."""
     alive = [(place, 100 * value) for place, value in enumerate(frequency, start=1) if value > 0]
-    up = Axis("tokens it fires for, % (each line 10 times the one below)", log=True, show="{:.3g}".format)
+    up = Axis("tokens it fires for, % (each line 10 times the one below)", log=True, show=_SHORT)
     line = Line(f"{len(alive):,} of {len(frequency):,} neurons", alive)
     title = f"How often each neuron of {name} fires"
     return chart(title, [line], Axis("neuron, most used first"), up) if alive else None
@@ -175,21 +129,15 @@ def layer_table(tour: dict) -> list[dict]:
     """Return what happened in each layer, a dict for each: name; for both trainings the share that fires and how many
     neurons are dead; span, the middle 90% of tokens; shares of slots used and rows overflowing; bytes a token."""
     without, sparse, layers = tour["runs"][WITHOUT], tour["runs"][WITH], tour["profile"]["layers"]
-    names, rows = layer_names([layer["name"] for layer in layers]), []
+    names, rows = layer_names([layer["layer"] for layer in layers]), []
     for i, (layer, packed) in enumerate(zip(layers, tour["packing"]["layers"], strict=True)):
-        low, high = percentiles(layer["nnz_histogram"])
         runs = [(WITHOUT, without["density"][i], without["dead"][i]), (WITH, layer["density"], sparse["dead"][i])]
-        rows.append(
-            {
-                "layer": names[i],
-                "runs": runs,
-                "span": f"{low:,} to {high:,}",
-                "d_ff": layer["d_ff"],
-                "used": share(packed["slots_used"] / packed["slots"]),
-                "overflow": share(packed["overflow_rows"] / packed["tokens"]),
-                "bytes": {kind: packed["bytes"][kind] / packed["tokens"] for kind in FORMATS},
-            }
-        )
+        row = {"layer": names[i], "runs": runs, "d_ff": layer["d_ff"]}
+        row["span"] = "{:,} to {:,}".format(*percentiles(layer["nnz_histogram"]))
+        row["used"] = share(packed["slots_used"] / packed["slots"])
+        row["overflow"] = share(packed["overflow_rows"] / packed["tokens"])
+        row["bytes"] = {kind: packed["bytes"][kind] / packed["tokens"] for kind in FORMATS}
+        rows.append(row)
     return rows
 
 
@@ -208,31 +156,19 @@ def tile_cells(tile: dict) -> dict:
 # ---- sentences that depend on how the numbers compare ----
 
 
-def see_training(without: dict, sparse: dict) -> str:
-    before, after, d_ff = without["mean_nnz"], sparse["mean_nnz"], sparse["config"]["d_ff"]
-    change = sparse["validation_bits_per_byte"] - without["validation_bits_per_byte"]
-    loss = f"{abs(change):.3f} bits per byte {'worse' if change > 0 else 'better'} than without it"
-    fell = "fell" if after < before else "did not fall"
-    return (
-        f"With L1, the neurons that fire for a token {fell} from {before:.1f} to {after:.1f} of {d_ff} "
-        f"({share(before / d_ff)} to {share(after / d_ff)}); on held-out text that model is "
-        f"{loss if abs(change) >= 0.0005 else 'as good as without it'}. "
-        "One seed and a short run: this shows the mechanism, not what L1 costs a real model."
-    )
-
-
 def see_speed(rows: list[dict]) -> str:
     """Return where the sparse layer is faster than the dense one, and where slower; nothing of what lies within the
     spread of the samples."""
     ratios = []
     for row in filter(is_sparse, rows):
-        dense = [other for other in rows if other["path"].startswith("dense eager") and _how(other) == _how(row)]
-        dense = [other for other in dense if all(other.get(key) == row.get(key) for key in _ALIKE)]
+        alike = [other for other in rows if all(other.get(key) == row.get(key) for key in _ALIKE)]
+        dense = [other for other in alike if other["path"].startswith("dense eager") and _how(other) == _how(row)]
         half = sum(timed.get("spread") or 0 for timed in [row, *dense[:1]]) / 2
         low, high = ((row["dense_ms"] + change) / row["ms"] for change in (-half, half))
         ratios.append(Ratio(row["x_dense"], low, high, _at(row)))
     points = f"{len(ratios)} point{'s' * (len(ratios) > 1)}"
-    return f"Of {points} the sparse layer was, beside torch's dense one, {verdict(ratios)}." if ratios else _NO_PATH
+    said = f"Of {points} the sparse layer was, beside torch's dense one, {verdict(ratios)}."
+    return said if ratios else "No sparse path was timed."
 
 
 def see_recorded(rows: list[dict]) -> str:

@@ -87,13 +87,13 @@ class Ratio(NamedTuple):
 def verdict(ratios: list[Ratio]) -> str:
     """Return at how many of these the sparse way is faster, and at how many slower, with the best and the worst of
     them. Where the bounds lie on both sides of 1 it is neither."""
-    faster = sorted(ratio for ratio in ratios if min(ratio.times, ratio.low) > 1)
-    slower = sorted(ratio for ratio in ratios if max(ratio.times, ratio.high) < 1)
-    said = []
-    if faster:
-        said.append(f"faster at {len(faster)} (at best {faster[-1].times:.2f} times as fast: {faster[-1].what})")
-    if slower:
-        said.append(f"slower at {len(slower)} (at worst {slower[0].times:.2f} times as fast: {slower[0].what})")
+    faster = [ratio for ratio in ratios if min(ratio.times, ratio.low) > 1]
+    slower = [ratio for ratio in ratios if max(ratio.times, ratio.high) < 1]
+    said = [
+        f"{word} at {len(some)} (at {which} {one.times:.2f} times as fast: {one.what})"
+        for word, which, some, pick in (("faster", "best", faster, max), ("slower", "worst", slower, min))
+        for one in ([pick(some)] if some else [])
+    ]
     if rest := len(ratios) - len(faster) - len(slower):
         said.append(f"neither at {rest}, where the difference lies within the spread of the samples")
     return ", ".join(said)
@@ -102,11 +102,10 @@ def verdict(ratios: list[Ratio]) -> str:
 def said_fast(texts: dict) -> str:
     """Return how fast a model spoke on its planned layers and, where one of them is not dense, beside dense ones.
 
-    texts: tokens_per_s, dense_tokens_per_s, same, layers (rows of a report) and, where known, ratios: of each turn."""
+    texts: what `in_turn` returns, and layers: rows of a report."""
     speed = f"{texts['tokens_per_s']:,.0f} tokens a second"
     if all(layer["choice"] == "dense" for layer in texts["layers"]):
         return f"{speed}; the plan left all layers dense, so there is nothing to compare"
     same = "the same text" if texts["same"] else "not the same text, since sums differ in their last bits"
-    low, high = (end(texts.get("ratios") or [1.0]) for end in (min, max))
-    turns = f"{low:.2f} to {high:.2f} times as fast from turn to turn" if low < high else "spread unknown"
+    turns = f"{min(texts['ratios']):.2f} to {max(texts['ratios']):.2f} times as fast from turn to turn"
     return f"{speed}, {texts['dense_tokens_per_s']:,.0f} with dense layers ({turns}), {same}"

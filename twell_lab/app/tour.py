@@ -1,8 +1,6 @@
 """`twell-lab tour`: train with and without L1, profile, pack, time, speak; a record of it all, and a page made of that.
 
-`run` does the work and returns a Record. Its rows are the timings, and its notes hold everything else. The page
-(twell_lab.app.page) needs nothing but this record, so it can be drawn on another machine too.
-"""
+The record's rows are the timings, and its notes hold everything else."""
 
 from __future__ import annotations
 
@@ -19,18 +17,18 @@ from tqdm import tqdm
 from .. import records
 from ..analysis.profile import FiringProfile, activations, profile
 from ..bench import forward
-from ..core import TwellError, check_folder, check_target, write_atomically
+from ..core import TwellError, write_atomically
 from ..formats import classic, twell
 from ..layers.find import feed_forwards
 from ..ops import functional, reference
 from ..ops.clock import dtype_for, present_device
-from ..plots import layer_names, share, tile_of
+from ..plots import layer_names, tile_of
 from ..training.config import TrainResult
 from ..training.loop import TOUR, train
 from ..training.text.source import BYTES, load, spread_windows
 from . import page
-from .page import FORMAT, WITH, WITHOUT
-from .speak_commands import in_turn, planned, speak
+from .model_commands import in_turn, planned, speak
+from .page import WITH, WITHOUT
 from .terminal import said_fast
 
 _QUICK: dict = dict(d_model=64, d_ff=256, heads=2, layers=2, context=32, steps=12, batch=4, warmup=2)
@@ -41,15 +39,9 @@ _TIMED = ("label", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms",
 _PACKED_TOKENS = 2048  # enough for three digits of a share, and packed within seconds on a CPU
 
 
-def run(text: str | None = None, out: Path = Path("build/tour"), quick: bool = False) -> records.Record:
+def run(text: str | None, out: Path, quick: bool) -> records.Record:
     """Take the tour; return its record. tour.json and index.html are written in its last step, each whole or not at
-    all. The arguments are the command's options.
-
-    Raises TextError for a text that cannot be read; RecordError for a folder that cannot be written, before the work
-    starts; TwellError if packing changed a value."""
-    check_folder(out)
-    for name in ("tour.json", "index.html"):
-        check_target(out / name)
+    all. The arguments are the command's options. Raises TwellError if packing changed a value."""
     words = load(text)
     each = 0.02 if quick else 1.0  # seconds for which a size is measured
     began: dict[str, float] = {}  # when each step did
@@ -72,26 +64,27 @@ def run(text: str | None = None, out: Path = Path("build/tour"), quick: bool = F
     step("time its layers", "timing its layers, sparse against dense")
     rows = time_layers(sparse, windows, each)
     step("time a large layer", "timing a layer of an LLM's size")
-    rows += time_llm_layer(sparse, (128, 512) if quick else (2048, 5632), each)
+    rows += time_llm_layer((128, 512) if quick else (2048, 5632), each)
     step("speak", "letting both models speak")
     texts = let_speak(runs, windows, firing, 40 if quick else 240, 1 if quick else 3)
     step("write", f"writing to {out}")
+    layers = firing.table()
+    for row, layer in zip(layers, firing.layers, strict=True):
+        row["nnz_histogram"] = layer.nnz_histogram.tolist()
+        row["neuron_frequency"] = [round(share, 6) for share in layer.neuron_frequency.tolist()]
     notes = {
-        "tour": {
-            "format": FORMAT,
-            "quick": quick,
-            "seconds": {name: end - begin for (name, begin), end in zip(began.items(), [*began.values()][1:])},
-            "text": sparse.text,
-            "device": str(next(sparse.model.parameters()).device.type),
-            "runs": {label: result.summary() for label, result in runs.items()},
-            "profile": firing_notes(firing),
-            "packing": packing,
-            "tile": tile,
-            "texts": texts,
-        }
+        "quick": quick,
+        "seconds": {name: end - begin for (name, begin), end in zip(began.items(), [*began.values()][1:])},
+        "text": sparse.text,
+        "runs": {label: result.summary() for label, result in runs.items()},
+        "profile": {"tokens": firing.tokens, "layers": layers},
+        "packing": packing,
+        "tile": tile,
+        "texts": texts,
     }
-    record = records.Record.new("tour", "the walk end to end: training, firing, packing, timing", rows, notes)
-    write_atomically(out / "tour.json", record.to_json())  # first, so that a page that fails can be drawn later
+    purpose = "the walk end to end: training, firing, packing, timing"
+    record = records.Record.new("tour", purpose, rows, {"tour": notes})
+    write_atomically(out / "tour.json", record.to_json())
     write_atomically(out / "index.html", page.render(record, records.load_all()))
     return record
 
@@ -99,22 +92,14 @@ def run(text: str | None = None, out: Path = Path("build/tour"), quick: bool = F
 def summary(record: records.Record) -> str:
     """Return what a tour found, as plain text: the text it read, the two trainings, and the timings."""
     tour = record.notes["tour"]
-    text = f"text: {tour['text']['name']}, {tour['text']['size']:,} bytes, sha256 {tour['text']['sha256']}"
-    trainings = [
-        {
-            "run": label,
-            "bits per byte": run["validation_bits_per_byte"],
-            "mean nnz": run["mean_nnz"],
-            "density": share(run["mean_nnz"] / run["config"]["d_ff"]),
-            "dead neurons": f"{sum(run['dead'])} of {run['config']['d_ff'] * len(run['dead'])}",
-        }
-        for label, run in tour["runs"].items()
-    ]
+    lines = ["text: {name}, {size:,} bytes, sha256 {sha256}".format(**tour["text"])]
+    for label, run in tour["runs"].items():
+        fire = f"{run['mean_nnz']:.1f} of {run['config']['d_ff']} neurons fire for a token"
+        lines.append(f"trained {label}: {run['validation_bits_per_byte']:.3f} bits per byte of held-out text; {fire}")
     timed = [{**row, "label": row.get("label") or "LLM size"} for row in record.rows if page.is_sparse(row)]
-    timings = records.table(timed, {key: key.replace("_", " ") for key in _TIMED} | {"label": "layer"})
-    spoken = f"spoken by the model with L1: {said_fast(tour['texts'])}"
-    note = ["A quick tour: its figures say nothing."] if tour["quick"] else []
-    return "\n\n".join([text, records.table(trainings, {key: key for key in trainings[0]}), timings, spoken, *note])
+    lines.append(records.table(timed, {key: key.replace("_", " ") for key in _TIMED} | {"label": "layer"}))
+    lines.append(f"spoken by the model with L1: {said_fast(tour['texts'])}")
+    return "\n\n".join([*lines, *["A quick tour: its figures say nothing."] * tour["quick"]])
 
 
 def spread(windows: Tensor, tokens: int) -> Tensor:
@@ -122,38 +107,17 @@ def spread(windows: Tensor, tokens: int) -> Tensor:
     return windows[:: max(1, windows.numel() // tokens)]
 
 
-def firing_notes(firing: FiringProfile) -> dict:
-    """Return a profile as plain data: a dict for each layer, with the neurons' frequencies rounded to six digits."""
-    layers = [
-        {
-            "name": layer.name,
-            **{key: row[key] for key in row if key != "layer"},
-            "nnz_histogram": layer.nnz_histogram.tolist(),
-            "tile_histogram": layer.tile_histogram.tolist(),
-            "neuron_frequency": [round(share, 6) for share in layer.neuron_frequency.tolist()],
-        }
-        for layer, row in zip(firing.layers, firing.table(), strict=True)
-    ]
-    return {"tokens": firing.tokens, "layers": layers}
-
-
 def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
-    """Pack what the gate of each layer gives on these windows, check the result, and count the bytes of each format.
-
-    The gates are packed in bfloat16, as those of an LLM would be. The check is made in the model's own dtype too.
-
-    Returns:
-        ({tokens, dtype, layers: a list of dicts}, one tile as `plots.tile_of` describes it)
-    """
+    """Pack what the gate of each layer gives on these windows in bfloat16, as that of an LLM would be, check that, and
+    count the bytes of each format. Returns {tokens, dtype, layers: dicts}, and one tile as `plots.tile_of` does."""
     layers, nearest, shown = [], sys.maxsize, {}
     for layer in feed_forwards(sparse.model):
-        _, gate = activations(sparse.model, windows, layer.name)
-        check_packing(layer.name, gate, functional.pack(gate))
-        gate = gate.to(torch.bfloat16)
+        gate = activations(sparse.model, windows, layer.name)[1].to(torch.bfloat16)
         packed = functional.pack(gate)
         check_packing(layer.name, gate, packed)
-        dense = reference.relu(gate)
-        counts, slots = packed.counts, packed.slots
+        dense, counts, slots = reference.relu(gate), packed.counts, packed.slots
+        sizes = {"dense": dense.nbytes, "CSR": classic.CSR.from_dense(dense).nbytes}
+        sizes |= {"ELL": classic.ELL.from_dense(dense).nbytes, "TwELL": packed.nbytes}
         layers.append(
             {
                 "layer": layer.name,
@@ -166,12 +130,7 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
                 "slots_used": int(counts.clamp(max=slots).sum()),
                 "overflow_rows": packed.overflow_rows.numel(),
                 "tail": packed.tail_value.numel(),
-                "bytes": {
-                    "dense": dense.numel() * dense.element_size(),
-                    "CSR": classic.CSR.from_dense(dense).nbytes,
-                    "ELL": classic.ELL.from_dense(dense).nbytes,
-                    "TwELL": packed.nbytes,
-                },
+                "bytes": sizes,
             }
         )
         # The tile to show: the first, in all layers, of those closest to having a third of their slots filled.
@@ -183,13 +142,10 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
 
 
 def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
-    """Raise TwellError unless unpacking gives relu(gate) back, bit for bit."""
-    bits = {torch.float32: torch.int32}.get(gate.dtype, torch.int16)
-    wrong = int((packed.to_dense().view(bits) != reference.relu(gate).view(bits)).sum())
+    """Raise TwellError unless unpacking gives relu(gate), of 16 bits, back bit for bit."""
+    wrong = int((packed.to_dense().view(torch.int16) != reference.relu(gate).view(torch.int16)).sum())
     if wrong:
-        raise TwellError(
-            f"{name}: {wrong} of {gate.numel()} values did not come back from TwELL as they went in; none may differ"
-        )
+        raise TwellError(f"{name}: {wrong} of {gate.numel()} values did not come back from TwELL; none may differ")
 
 
 def time_layers(sparse: TrainResult, windows: Tensor, seconds: float) -> list[dict]:
@@ -206,16 +162,14 @@ def time_layers(sparse: TrainResult, windows: Tensor, seconds: float) -> list[di
         inputs, _ = activations(sparse.model, few, layer.name)
         module = copy.deepcopy(layer.module).to(dtype).requires_grad_(False)
         for tokens in sizes:
-            x = inputs[drawn[:tokens]].to(dtype)
-            record = forward.layer(module, x, label=f"trained, {name}", seconds=seconds)
+            record = forward.layer(module, inputs[drawn[:tokens]].to(dtype), label=f"trained, {name}", seconds=seconds)
             rows += [{**row, "label": name} for row in record.rows]
     return rows
 
 
-def time_llm_layer(sparse: TrainResult, size: tuple[int, int], seconds: float) -> list[dict]:
+def time_llm_layer(size: tuple[int, int], seconds: float) -> list[dict]:
     """Return timings, as rows, of a drawn layer of this size of whose neurons 29 fire for a token; on a GPU, 8 too."""
-    device = next(sparse.model.parameters()).device.type
-    if device == "cuda":
+    if (device := present_device(None)).type == "cuda":
         cases = [(tokens, dtype_for(device), nnz) for nnz in (8, 29) for tokens in (1, 8, 64, 1024, 16384)]
     else:
         cases = [(tokens, dtype, 29) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
@@ -225,16 +179,10 @@ def time_llm_layer(sparse: TrainResult, size: tuple[int, int], seconds: float) -
     return rows
 
 
-def let_speak(
-    runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, tokens: int, rounds: int
-) -> dict[str, object]:
-    """Text from both models after the same held-out bytes; and the speed of the sparse one, one token at a time, with
-    dense layers and with those that a plan chose.
-
-    Returns:
-        {prompt, said: {label: text}, temperature, seed, layers: as `twell_lab.report` describes them, and what
-        `in_turn` returns}.
-    """
+def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, tokens: int, rounds: int) -> dict:
+    """Return text from both models after the same held-out bytes; and the speed of the sparse one, one token at a time,
+    with dense layers and with those that a plan chose: {prompt, said: {label: text}, temperature, seed, layers: as
+    `twell_lab.report` describes them, and what `in_turn` returns}."""
     how: dict = {"temperature": 0.7, "seed": 0}
     prompt, model = windows[len(windows) // 2], runs[WITH].model
     prompt = prompt[: len(prompt) // 2]

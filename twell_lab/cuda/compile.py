@@ -2,7 +2,7 @@
 
 A cubin is cached under the kernel's name, the architecture, a digest of everything that went into it (the source, every
 header it includes, the flags) and the compiler's version. `TWELL_LAB_CUBINS` names a folder of cubins that were
-compiled elsewhere (`twell-lab compile` fills one): they are used first, and need no compiler here."""
+compiled elsewhere (`ops.kernels.prebuild` fills one): they are used first, and need no compiler here."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ def test_json_is_a_record_and_out_keeps_it(ask, value, model, text, tmp_path):
 
 
 def test_without_decoding_and_with_a_plan(ask, value, model, text, tmp_path):
-    plan, small = tmp_path / "plan.json", ["--windows", "8", "--tokens", "16", "--predict-only", "--device", "cpu"]
-    ask("plan", model, "--text", text, *small, "--out", plan)
-    said = value("bench", "model", model, "--text", text, *QUICK, "--batches", "--plan", plan)
+    out, small = tmp_path / "swapped", ["--windows", "8", "--tokens", "16", "--predict-only", "--device", "cpu"]
+    ask("sparsify", model, "--text", text, *small, "--out", out)
+    said = value("bench", "model", model, "--text", text, *QUICK, "--batches", "0", "--plan", out)
     assert [row["kind"] for row in said["rows"]] == 4 * ["model_forward"]
 
 

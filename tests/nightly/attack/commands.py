@@ -1,4 +1,4 @@
-"""Every subcommand with hostile arguments, files and outputs: it does what it says, or ends with one line and exit
+"""Every subcommand but the tour with hostile arguments, files and outputs: it does what it says, or ends with one line and exit
 status 1 or 2. Runs in processes of its own (harness.isolated)."""
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ def _given(command: str) -> tuple[list[str], dict]:
     )
     usual, options = {
         "doctor": ("", {}),
-        "tour": (f"--render {home}/list.json", _may(render=_files, text=_paths, out=_new)),
         "train": (
             " ".join([*SMALL, "--text", words]),
             _may(train, "activation tokenizer device dtype kernels parallel config", text=_paths, out=_new)
@@ -145,37 +144,34 @@ def _given(command: str) -> tuple[list[str], dict]:
         ),
         "prepare": (f"{words} --out {hollow}/fresh", _may("", "tokenizer", first=_paths, out=_new)),
         "profile": (read, _may("windows", first=_paths, text=_paths, out=_new, against=_files)),
-        "plan": (plan, planning | _may(out=_new)),
-        "sparsify": (f"{plan} --out {hollow}/swapped", planning | _may(plan=_files, out=_new)),
-        "thresholds": (read, _may("windows sparsity", "method", first=_paths, text=_paths, out=_new)),
+        "sparsify": (f"{plan} --out {hollow}/swapped", planning | _may(out=_new)),
         "sample": (
             f"{model} --tokens 4 --device cpu",
             _may("temperature top-k seed", "prompt device", first=_paths, tokens=_few),
         ),
-        "export": (f"{model} --out {hollow}/llama", _may(first=_paths, out=_new)),
-        "bench": (small, _may("tokens d-model d-ff nnz", "dtype device workload", seconds=_soon, out=_new)),
+        "bench": (small, _may("tokens d-model d-ff nnz", "dtype device", seconds=_soon, out=_new)),
         "bench model": (
             model_rows,
-            _may("", "dtype device", first=_paths, text=_paths, plan=_files, firing=_files)
+            _may("", "dtype device", first=_paths, text=_paths, plan=_files)
             | _may(tokens=_few, batches=_few, seconds=_soon, out=_new),
         ),
         "predict": (
             "T4 --tokens 2 --d-model 8 --d-ff 300 --nnz 2",
-            _may("tokens d-model d-ff nnz", "workload", first=lambda r: r.choice((_word(r), "list", "H100 SXM"))),
+            _may("tokens d-model d-ff nnz", first=lambda r: r.choice((_word(r), "list", "H100 SXM"))),
         ),
         "course": (f"{hollow}/course", _may(first=_new)),
         "submit": (words, _may(first=_paths, out=_new)),
+        "grade": (str(home), _may(first=_paths)),
         "record": ("", _may(first=_word, out=_new)),
         "records": (f"--folder {home}/records", _may(folder=_files)),
-        "compile": (f"{hollow}/cubins --arch x", _may("d-model", "arch dtype", first=_new)),
     }[command]
     return usual.split(), options
 
 
 # The more often a command stands here, the more often it is drawn.
 COMMANDS = (
-    *("doctor", "tour", *["train"] * 4, *["prepare"] * 2, *["profile"] * 2, "plan", "sparsify", "thresholds", "sample"),
-    *("export", *["bench"] * 2, "bench model", "predict", "course", "submit", "record", "records", "compile"),
+    *("doctor", *["train"] * 4, *["prepare"] * 2, *["profile"] * 2, *["sparsify"] * 2, "sample", *["bench"] * 2),
+    *("bench model", "predict", "course", "submit", "grade", "record", "records"),
 )
 
 
@@ -205,8 +201,6 @@ def arguments(r: Random) -> list[str]:
         ]  # the usual sizes take long
     if r.random() < 0.04:
         line.insert(r.randint(0, len(line)), r.choice(("--nothing", "--help", "-h", "--", "--out=", "--json=1", "x")))
-    if command == "tour" and not any(each.startswith("--render") for each in line):
-        line += ["--render", str(_home() / "list.json")]  # a tour takes too long
     if command == "course":
         line = [each for each in line if each != "--"] + ["--no-open"]
     if command == "record" and any(each in recordings.RECORDINGS for each in line):

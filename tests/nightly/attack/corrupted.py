@@ -8,8 +8,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -149,20 +147,6 @@ def _choose(found: Plan) -> None:
         str(layer), layer.choice(1), layer.choice(10**6)
 
 
-def _make_tour(folder: Path) -> None:
-    command = [sys.executable, "-m", "twell_lab", "tour", "--quick", "--text", str(kills._text()), "--out", str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
-    (folder / "index.html").unlink()
-
-
-def _read_tour(folder: Path):
-    from twell_lab.app.page import render_file
-
-    with mock.patch.object(records, "load_all", lambda folder=None: []):  # the project's own, which take long
-        if _HAS_PLOTLY:
-            render_file(folder / "tour.json", folder / "page")
-
-
 def _read_metrics(folder: Path):
     """A resumed run makes the file anew."""
     with warnings.catch_warnings():
@@ -212,7 +196,6 @@ KINDS = {  # how each is made and read, and how often it is drawn
     "profile": (_make_profile, _read_as(FiringProfile), 6),
     "plan": (_make_plan, _read_as(Plan, _choose), 6),
     "thresholds": (_make_thresholds, _read_as(Thresholds, lambda found: found.remove(found.apply(_model()))), 4),
-    "tour": (_make_tour, _read_tour, 3),
     "metrics": (_make_run, _read_metrics, 1),
     "simulator": (_make_simulator, _read_simulator, 3),
 }

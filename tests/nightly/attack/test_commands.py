@@ -23,7 +23,8 @@ def test_every_command_is_asked():
     assert asked == set(commands.COMMANDS)
     from twell_lab.app.cli import _parser
 
-    assert set(commands.COMMANDS) == set(next(iter(_parser()._subparsers._group_actions)).choices)
+    every = set(next(iter(_parser()._subparsers._group_actions)).choices)
+    assert set(commands.COMMANDS) == every - {"tour"}  # which takes too long
 
 
 @pytest.mark.parametrize("what", [ValueError("no such luck"), 3])

@@ -98,7 +98,7 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(tiny, curve, tmp_path, s
         process.send_signal(signal.SIGINT)
         printed, told = process.communicate(timeout=600)
     assert process.returncode == 130 and printed == "" and "Traceback" not in told
-    assert f"to go on: python -m twell_lab train --resume {out}" in told.splitlines()[-1]
+    assert f"to go on: twell-lab train --resume {out}" in told.splitlines()[-1]
     end = checkpoint.load(out)["step"] + 6
     assert end > 40 and LanguageModel.load(out)
 
