@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from twell_lab.analysis.plan import Plan, chosen
 from twell_lab.core import InputError, RecordError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
-from twell_lab.layers.paths.twell import hot_first
+from twell_lab.layers.paths import hot_first
 
 
 def candidate(tokens=64, path="dense", hot=0, chosen=True, measured=None):

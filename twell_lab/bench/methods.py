@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..core import DeviceError
 from ..layers.choice import Choice
 from ..layers.find import feed_forwards
-from ..layers.paths.twell import STEP
+from ..layers.paths import STEP
 from ..models.swap import sparsify
 from ..ops import clock, int8
 from ..ops.reference import GatedFeedForward

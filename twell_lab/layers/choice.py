@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import InputError
-from .paths import PATHS
-from .paths.twell import STEP, hot_first
+from .paths import PATHS, STEP, hot_first
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Choice:
 
     def check(self, d_ff: int) -> None:
         """Raise InputError if a layer of d_ff neurons cannot be split in this way."""
-        if not PATHS[self.path].accepts(d_ff, self.hot):
+        if self.hot not in PATHS[self.path].sizes(d_ff):
             accepted = f"a multiple of {STEP} below {d_ff}" if d_ff > STEP else f"a layer of more than {STEP} neurons"
             raise InputError(f"hot is {self.hot} of {d_ff} neurons; {accepted} is accepted")
 
@@ -50,7 +49,7 @@ MARGIN = 1.02  # how many times as fast as torch's dense layer a path has to be,
 def one_of_each(d_ff: int, hot: int) -> list[Choice]:
     """List a choice of every path that takes a layer of d_ff neurons; a path that splits them has `hot` hot ones."""
     sizes = {path: hot if path.splits else 0 for path in PATHS.values()}
-    return [Choice(path.name, size) for path, size in sizes.items() if path.accepts(d_ff, size)]
+    return [Choice(path.name, size) for path, size in sizes.items() if size in path.sizes(d_ff)]
 
 
 @dataclass(frozen=True)

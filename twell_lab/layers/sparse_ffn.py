@@ -40,14 +40,13 @@ class Prepared:
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, parts: list[Any]) -> None:
         self.run, self.dtype, self.index = run, x.dtype, x.get_device()
         self.grad, self.wanted = _grad_enabled(), x.requires_grad
-        # Of each parameter: where it is, itself, its address, its strides, and whether it learns. And where there is
-        # none, as a bias.
+        # Of each parameter: where it is, itself, its address, its strides, and whether it learns; None without a bias.
         tables = {id(m): m._parameters for m in (owner_of(part) for part in parts if part is not None)}
         own = [(table, name, t) for table in tables.values() for name, t in table.items()]
         self.weights = [
-            (table, name, t, t.data_ptr(), t.stride(), t.requires_grad) for table, name, t in own if t is not None
+            (*one, *((None,) * 3 if one[2] is None else (one[2].data_ptr(), one[2].stride(), one[2].requires_grad)))
+            for one in own
         ]
-        self.absent = [(table, name) for table, name, t in own if t is None]
 
     def holds(self, x: Tensor) -> bool:
         """Return whether it may run: x has the type, lies on the device, and every weight is where it was."""
@@ -57,12 +56,11 @@ class Prepared:
         if grad and x.requires_grad is not self.wanted:
             return False
         for table, name, t, at, strides, wanted in self.weights:
-            if table.get(name) is not t or t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype:
+            if table.get(name) is not t:
                 return False
-            if grad and t.requires_grad is not wanted:
+            if t is not None and (t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype):
                 return False
-        for table, name in self.absent:
-            if table.get(name) is not None:
+            if grad and t is not None and t.requires_grad is not wanted:
                 return False
         return True
 
@@ -115,14 +113,13 @@ class SparseFFN(nn.Module, StandIn):
         functional.check_finite(self.weights().named())
         self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
         self._know_activation()
-        self.forms: dict[str, Any] = {}  # by path (layers.paths.path.Converted)
+        self.forms: dict[str, Any] = {}  # by path (layers.paths.Converted)
         self._prepared: dict[tuple, Prepared] = {}  # by what `_call` says
         self.learning: str | None = None
         self.told: list[tuple] | None = None  # where forwards report (layers.terms)
         self.reports = False
         # The neurons as they lie now, by their places in the dense module; None where they were left as they were.
         self.order: list[int] | None = None
-        self._turned = storage.turned_in(self.parts) - self._tied
         self.choices: list[tuple[int, Choice]] = []
         self.training = source.training
         self.register_load_state_dict_post_hook(SparseFFN._renew)
@@ -216,7 +213,7 @@ class SparseFFN(nn.Module, StandIn):
     def restore(self) -> None:
         """Put the neurons back in the order that they had, and store the weights as they were."""
         if self.order is not None or any(PATHS[c.path].reads for _, c in self.choices):
-            storage.restore(self.parts, self.order, self._turned)
+            storage.restore(self.parts, self.order)
         self.order = None
 
     def choice(self, tokens: int) -> Choice:

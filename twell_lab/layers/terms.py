@@ -25,7 +25,7 @@ from ..ops.activation import RELU
 from ..ops.checks import all_finite, plain_eager, watched
 from .find import firing_layers
 from .parts import owner_of
-from .paths.path import hides_host
+from .paths import hides_host
 
 DENSE, SPARSE = "dense", "twell"  # the paths of ops.train
 # A token at which more than this share of the neurons fires is a heavy one: as a few among many tokens it costs the

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..core import InputError
 from ..layers.parts import Weights
-from ..layers.paths.path import Converted
+from ..layers.paths import Converted
 from ..ops import checks
 from .checks import check_count
 from .experts import by_expert, grouped_linear, takes_grouped

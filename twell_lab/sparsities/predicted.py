@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layers.parts import Weights
-from ..layers.paths.path import Converted
+from ..layers.paths import Converted
 from .few_neurons import best_alone
 from .products import spoilt
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..cuda.launch import Buffer, Call, run
 from ..layers.parts import Weights
-from ..layers.paths.path import Converted
+from ..layers.paths import Converted
 from ..ops import int8
 from ..ops.activation import RELU
 from ..ops.pack import pack

@@ -25,7 +25,7 @@ from twell_lab.formats.twell import TILE, WORDS
 from twell_lab.layers.choice import Choice, one_of_each
 from twell_lab.layers.parts import NAMES as WEIGHTS
 from twell_lab.layers.parts import Weights
-from twell_lab.layers.paths.twell import STEP
+from twell_lab.layers.paths import STEP
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.ops import accuracy, decode, dispatch, functional, gate_pack, train
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
