@@ -158,8 +158,8 @@ class _Batch:
         if prefix not in self._tokens:
             self._tokens[prefix] = self._described(prefix)
         shape, known = self._tokens[prefix]
-        chosen, lead = getattr(layer.pattern, "rows", None), x.shape[:-1]  # rows: those of a routed expert
-        many = lead.numel() if chosen is None else layer.pattern.among
+        lead = x.shape[:-1]
+        chosen, many = getattr(layer.pattern, "given", None) or (None, lead.numel())  # given: to a routed expert
         turned = shape is not None and lead == shape[::-1] != shape
         if shape is not None and many == shape.numel() and not turned:
             self.seen[prefix] = known
