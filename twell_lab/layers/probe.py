@@ -127,7 +127,10 @@ def _same_random(device: torch.device) -> Iterator[None]:
     python, cuda = random.getstate(), device.type == "cuda"
     try:
         with torch.random.fork_rng([device.index] if cuda else []), torch.autocast(device.type, enabled=False):
-            for generator in [torch.default_generator, *([torch.cuda.default_generators[device.index]] if cuda else [])]:
+            for generator in [
+                torch.default_generator,
+                *([torch.cuda.default_generators[device.index]] if cuda else []),
+            ]:
                 generator.manual_seed(0)
             random.seed(0)
             yield

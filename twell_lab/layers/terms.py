@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -64,8 +64,7 @@ def learn(layer: nn.Module, x: Tensor, weights: tuple, path) -> Tensor:
     weights: gate, up, down and the three biases. path: the planned Path; its `learns` counts where `learn` of the layer
     was given none. Once asked to report, a layer always takes the operator that can: a forward that is recomputed
     (checkpointing) must save what the first one saved."""
-    way = _way(layer, x, path)
-    if way is None:
+    if (way := _way(layer, x, path)) is None:
         return layer.dense(x)
     from ..ops.train import train
 
@@ -77,8 +76,7 @@ def prepare(layer: nn.Module, x: Tensor, weights: tuple, path) -> Callable[[Tens
     change than a layer looks at before each call: autocast, the rate of a dropout, weights that are computed."""
     if layer.may_drop or not plain_eager() or watched(*weights) or not all(t is None or t.is_leaf for t in weights):
         return None
-    way = _way(layer, x, path)
-    if way is None:
+    if (way := _way(layer, x, path)) is None:
         return layer.dense
     from ..ops import train
 
@@ -94,7 +92,6 @@ def _way(layer: nn.Module, x: Tensor, path) -> str | None:
 
 
 def _reported(layer: nn.Module, y: Tensor, l1: Tensor, facts: Tensor, d_ff: int) -> Tensor:
-    """Report of a layer with these results (ops.train.train), where somebody asks; returns y."""
     if layer.told is not None:
         from ..ops.train import counts
 
@@ -131,11 +128,7 @@ def _refuse_reentrant() -> None:
 
 def _reporting(told: list[tuple]) -> Callable:
     # A closure: what torch.compile of torch 2.11 appends to a list among a function's defaults is lost.
-
-    def hook(module: nn.Module, args: tuple) -> None:
-        told.append(of_hidden(args[0]))
-
-    return hook
+    return lambda module, args: told.append(of_hidden(args[0]))
 
 
 # ---- the terms of a model
@@ -149,18 +142,15 @@ class LayerTerms(Sequence[LayerTerm]):
     def __init__(self, told: dict[str, list[tuple]], layers: list) -> None:
         self.told, self._layers = told, layers
 
-    def _all(self) -> list[LayerTerm]:
-        passes = zip_longest(*self.told.values())
-        return [LayerTerm(name, *term) for row in passes for name, term in zip(self.told, row) if term is not None]
-
     def __len__(self) -> int:
         return sum(map(len, self.told.values()))
 
-    def __getitem__(self, at):
-        return self._all()[at]
-
     def __iter__(self) -> Iterator[LayerTerm]:
-        return iter(self._all())
+        passes = zip_longest(*self.told.values())
+        return (LayerTerm(name, *term) for row in passes for name, term in zip(self.told, row) if term is not None)
+
+    def __getitem__(self, at):
+        return [*self][at]
 
     def clear(self) -> None:
         """Forget them, as between the parts of a step."""
@@ -185,15 +175,11 @@ def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     layer runs under reentrant checkpointing (use_reentrant=True)."""
     layers = firing_layers(model)
     told: dict[str, list[tuple]] = {layer.name: [] for layer in layers}
-    sparse = [layer for layer in layers if hasattr(layer.module, "told")]
-    dense = [layer for layer in layers if not hasattr(layer.module, "told")]
-    hooks = [layer.down.register_forward_pre_hook(_reporting(told[layer.name])) for layer in dense]
-    try:
-        for layer in sparse:
-            layer.module.tell(told[layer.name])
+    with ExitStack() as undo:
+        for layer in layers:
+            if hasattr(layer.module, "tell"):
+                undo.callback(layer.module.tell, None)
+                layer.module.tell(told[layer.name])
+            else:
+                undo.callback(layer.down.register_forward_pre_hook(_reporting(told[layer.name])).remove)
         yield LayerTerms(told, layers)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer in sparse:
-            layer.module.tell(None)
