@@ -42,11 +42,10 @@ class Prepared:
         self.grad, self.wanted = _grad_enabled(), x.requires_grad
         # Of each parameter: where it is, itself, its address, its strides, and whether it learns; None without a bias.
         tables = {id(m): m._parameters for m in (owner_of(part) for part in parts if part is not None)}
-        own = [(table, name, t) for table in tables.values() for name, t in table.items()]
-        self.weights = [
-            (*one, *((None,) * 3 if one[2] is None else (one[2].data_ptr(), one[2].stride(), one[2].requires_grad)))
-            for one in own
-        ]
+        self.weights: list[tuple] = []
+        for own, name, t in [(table, *item) for table in tables.values() for item in table.items()]:
+            lies = (None,) * 3 if t is None else (t.data_ptr(), t.stride(), t.requires_grad)
+            self.weights.append((own, name, t, *lies))
 
     def holds(self, x: Tensor) -> bool:
         """Return whether it may run: x has the type, lies on the device, and every weight is where it was."""
@@ -101,7 +100,6 @@ class SparseFFN(nn.Module, StandIn):
         if reason is not None:
             raise InputError(f"{type(source).__name__} {reason}")
         found, parts = layer_of("", source), parts_of(source)
-        assert found is not None and parts is not None
         self.tile, self.words, self._tied = tile, words, frozenset(tied)
         self._source = [source]  # in a list: it is no child
         self.registered = not parts.family.inside
@@ -163,8 +161,6 @@ class SparseFFN(nn.Module, StandIn):
 
         Raises InputError for a plan of another shape, and for a path that does not compute this layer."""
         d_ff, d_model = self.up.weight.shape
-        if plan is not None and not isinstance(plan, (LayerPlan, Choice)):
-            raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
         if plan is None:
             plan = DENSE if self.acts is None else Choice()
         if isinstance(plan, LayerPlan):
@@ -172,6 +168,8 @@ class SparseFFN(nn.Module, StandIn):
             if found != own:
                 sizes = "d_model {}, d_ff {}, gated {}"
                 raise InputError(f"the plan is for {sizes.format(*found)}; {sizes.format(*own)} is accepted")
+        elif not isinstance(plan, Choice):
+            raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
         choices = [*plan.choices.items()] if isinstance(plan, LayerPlan) else [(1, plan)]
         for choice in {choice for _, choice in choices}:
             choice.check(d_ff)
@@ -197,11 +195,9 @@ class SparseFFN(nn.Module, StandIn):
 
     def _check_path(self, name: str) -> None:
         path = PATHS[name]
-        if path.name == DENSE.path:
-            return
         if path.cuts and self.kept is None:
             raise InputError(f"path {name!r} {ONLY_CUT}")
-        if not path.cuts and self.acts is None:
+        if not path.cuts and self.acts is None and name != DENSE.path:
             what = self.formula["cut"] or kind_of(self.formula["acts"])
             others = ", ".join(map(repr, [DENSE.path, *(FOR_CUT if self.kept else ())]))
             raise InputError(f"path {name!r} does not compute this layer ({what}); accepted: {others}")
@@ -211,7 +207,7 @@ class SparseFFN(nn.Module, StandIn):
             raise type(error)(f"path {name!r}: {error}") from None
 
     def restore(self) -> None:
-        """Put the neurons back in the order that they had, and store the weights as they were."""
+        """Put the neurons back in the order that they had, and store the weights by rows."""
         if self.order is not None or any(PATHS[c.path].reads for _, c in self.choices):
             storage.restore(self.parts, self.order)
         self.order = None
@@ -306,15 +302,9 @@ class SparseFFN(nn.Module, StandIn):
             self._know_activation()
         return not self.drops
 
-    @property
-    def may_drop(self) -> bool:
-        """Return whether a forward drops hidden activations at random, unless the rate is 0."""
-        return self.training and self._drop[0] is not None
-
-    @property
-    def drops(self) -> bool:
-        """Return whether a forward may drop hidden activations at random."""
-        return self.may_drop and self._drop[0].p > 0
+    # Whether a forward drops hidden activations at random, whatever the rate, and at the rate that it has.
+    may_drop = property(lambda self: self.training and self._drop[0] is not None)
+    drops = property(lambda self: self.may_drop and self._drop[0].p > 0)
 
     def _traced(self, x: Tensor) -> Tensor:
         """Return what torch.compile sees: one operator, or torch's operations, which it fuses."""
@@ -350,12 +340,13 @@ class SparseFFN(nn.Module, StandIn):
         h = product(zeroed(x, cut.input) if cut.by_column else x, *first, kept.inputs, kept.kind)
         return product(zeroed(h, cut.hidden) if cut.by_column else h, down, None, down_bias, None, kept.hidden, None)
 
+    # The next two are asked while code is traced, not before each call.
+
     def _is_plain(self) -> bool:
-        """Return `is_plain`: asked while code is traced, not before each call."""
         return is_plain(self)
 
     def _is_fit(self) -> bool:
-        """Return whether the weights lie as its paths read them: asked while code is traced, too."""
+        """Return whether the weights lie as its paths read them."""
         weights = self.weights()
         if any(t is not None and t.dtype != weights.up.dtype for t in weights):
             return False
@@ -445,9 +436,8 @@ class HandOn(Over):
         self.seat, self.up = seat, up
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[-1] == self.seat.d_model and not (self.up and not is_plain(self.seat.sparse)):
-            return x
-        return self.beneath(x)
+        hands_on = x.shape[-1] == self.seat.d_model and (not self.up or is_plain(self.seat.sparse))
+        return x if hands_on else self.beneath(x)
 
 
 class Seat:
@@ -459,7 +449,6 @@ class Seat:
 
     def __init__(self, sparse: nn.Module, block: nn.Module) -> None:
         parts = parts_of(block)
-        assert parts is not None
         self.sparse, self.block, self.family, self.activation = sparse, block, parts.family, parts.acts
         self.d_model = parts.up.weight.shape[1]
         put(block, self.family.activation, sparse)

@@ -1,6 +1,6 @@
-"""The ways through a feed-forward layer: which layers each takes, how it wants the weights to lie, its forward pass, and
-what that costs. PATHS has each by the name that plans, records and the operator know it by. A new one is a class here and
-a line below; or a file of a room above, which hands it down (`Registry.further`)."""
+"""The ways through a feed-forward layer: which layers each takes, how it wants the weights to lie, its forward pass,
+and what that costs. PATHS has each by the name that plans, records and the operator know it by. A new one is a class
+here and a line below; or a file of a room above, which hands it down (`Registry.further`)."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def dense_parts(work: Work) -> tuple[float, float]:
 
 
 class Twell(Path):
-    """The neurons that fire are packed while the gate's GEMM still holds them, and the rest of the layer is computed for
-    these entries alone: each costs one row of `down` transposed, and in a gated layer one of `up`."""
+    """The neurons that fire are packed while the gate's GEMM still holds them, and the rest of the layer is computed
+    for these entries alone: each costs one row of `down` transposed, and in a gated layer one of `up`."""
 
     name = "twell"
     reads = {"gate": ROWS, "up": ROWS, "down": COLUMNS}
