@@ -57,17 +57,14 @@ def hidden_by(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float | Te
 def _hook(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> RemovableHandle:
     """Have see(x, gate) called whenever the layer runs; with thresholds on inputs, gate gives the hidden values."""
 
-    def before(module: nn.Module, args: tuple) -> None:
-        rows = args[0].reshape(-1, args[0].shape[-1])
-        see(args[0], lambda of: hidden_by(layer, rows[of]))
-
-    def after(module: nn.Module, args: tuple, output: Tensor) -> None:
-        rows = output.reshape(-1, output.shape[-1])
-        see(args[0], lambda of: rows[of])
+    def called(module: nn.Module, args: tuple, output: Tensor | None = None) -> None:
+        values = args[0] if output is None else output
+        rows = values.reshape(-1, values.shape[-1])
+        see(args[0], lambda of: hidden_by(layer, rows[of]) if output is None else rows[of])
 
     if layer.cut is not None:
-        return layer.module.register_forward_pre_hook(before)
-    return layer.pattern.register_forward_hook(after)  # which a SparseFFN calls while there is a hook on it
+        return layer.module.register_forward_pre_hook(called)
+    return layer.pattern.register_forward_hook(called)  # which a SparseFFN calls while there is a hook on it
 
 
 def run(
@@ -120,19 +117,22 @@ class _Batch:
     def __init__(self, model: nn.Module, given) -> None:
         device = next(model.parameters()).device
 
-        def move(value):
-            return value.to(device) if isinstance(value, Tensor) else value
+        def moved(values: Iterable) -> list:
+            return [value.to(device) if isinstance(value, Tensor) else value for value in values]
 
-        self.model, self.args, self.named = model, (), {}
+        self.model, self.args, self.kwargs = model, [], {}
         self.seen: dict[str, Rows] = {}  # what is known of the tokens that a layer saw: those of encoder and decoder
         self._tokens: dict[str, tuple[torch.Size | None, Rows]] = {}
         if isinstance(given, Mapping):
-            self.kwargs = self.named = {name: move(value) for name, value in given.items()}
+            self.kwargs = dict(zip(given, moved(given.values())))
         elif isinstance(given, (tuple, list, Tensor)):
-            self.args = (move(given),) if isinstance(given, Tensor) else tuple(map(move, given))
-            self.kwargs, self.named = {}, dict(zip(_arguments(model), self.args))
+            self.args = moved([given] if isinstance(given, Tensor) else given)
         else:
             raise InputError(f"a batch is a {type(given).__name__}; accepted: a tensor, mapping or tuple")
+        # The first argument is taken for token ids, whatever its name.
+        asked = inspect.signature(uncompiled(model).forward).parameters.values()
+        names = ["input_ids", *[p.name for p in asked if p.kind is p.POSITIONAL_OR_KEYWORD][1:]]
+        self.named = dict(zip(names, self.args)) | self.kwargs
 
     def reason(self, error: Exception) -> str:
         tensors = {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
@@ -197,12 +197,6 @@ class _Batch:
             tokens = flat[ids].flatten()
             rows = rows._replace(ids=torch.where((tokens >= 0) & (tokens < size), tokens, size).long())
         return shape, rows._replace(counted=None if counted is None else counted.flatten())
-
-
-def _arguments(model: nn.Module) -> list[str]:
-    """Return what the model calls its arguments; the first is taken for token ids, whatever its name."""
-    parameters = inspect.signature(uncompiled(model).forward).parameters.values()
-    return ["input_ids", *[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]]
 
 
 def _group(position: Tensor) -> Tensor:

@@ -137,11 +137,3 @@ class LayerPlan:
     def nnz(self) -> float:
         """Neurons firing at a token, on average over the profile; NaN where no token was profiled."""
         return sum(self.neuron_counts) / self.profiled if self.profiled else math.nan
-
-    def __str__(self) -> str:
-        from .. import records
-
-        rows = [{**vars(row), "chosen": "*" if row.chosen else ""} for row in self.candidates]
-        kind = "gated" if self.gated else "plain"
-        head = f"{self.name or 'layer'}: {kind}, d_model {self.d_model}, d_ff {self.d_ff}, mean nnz {self.nnz:.1f}"
-        return f"{head}\n{records.table(rows, {name: name.replace('_', ' ') for name in rows[0]})}"

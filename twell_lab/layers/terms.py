@@ -22,9 +22,8 @@ from torch.autograd.function import FunctionCtx
 
 from ..core import InputError
 from ..ops.activation import RELU
-from ..ops.checks import all_finite, plain_eager, watched
+from ..ops.checks import plain_eager, watched
 from .find import firing_layers
-from .parts import owner_of
 from .paths import hides_host
 
 DENSE, SPARSE = "dense", "twell"  # the paths of ops.train
@@ -139,8 +138,8 @@ class LayerTerms(Sequence[LayerTerm]):
     passes are told apart by counting, which is wrong where a layer is skipped in one of several, or runs twice. told:
     what each layer said in them, by its name."""
 
-    def __init__(self, told: dict[str, list[tuple]], layers: list) -> None:
-        self.told, self._layers = told, layers
+    def __init__(self, told: dict[str, list[tuple]]) -> None:
+        self.told = told
 
     def __len__(self) -> int:
         return sum(map(len, self.told.values()))
@@ -156,13 +155,6 @@ class LayerTerms(Sequence[LayerTerm]):
         """Forget them, as between the parts of a step."""
         for told in self.told.values():
             told.clear()
-
-    def finite(self) -> Tensor:
-        """Return whether every weight and bias of these layers is finite now, a bool scalar on their device. A NaN in
-        the weights of a silent neuron would show in a dense layer's loss; sparse kernels never read it."""
-        parts = [part for layer in self._layers for part in (layer.gate, layer.up, layer.down) if part is not None]
-        owned = {id(p): p.detach() for part in parts for p in owner_of(part).parameters() if p.numel()}
-        return all_finite([*owned.values()])
 
 
 @contextmanager
@@ -182,4 +174,4 @@ def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
                 layer.module.tell(told[layer.name])
             else:
                 undo.callback(layer.down.register_forward_pre_hook(_reporting(told[layer.name])).remove)
-        yield LayerTerms(told, layers)
+        yield LayerTerms(told)
