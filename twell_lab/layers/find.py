@@ -1,6 +1,5 @@
-"""Which modules of a model are feed-forward layers, by where their parts are (twell_lab.layers.families), and why one
-that looks like it stays dense. Other models scale, clamp, normalise or drop between the same parts, so each layer is
-asked what it computes before it is swapped (twell_lab.layers.probe)."""
+"""Which modules of a model are feed-forward layers, by where their parts are (layers.families), and why one that looks
+like it stays dense. Each is asked what it computes before it is swapped (layers.probe)."""
 
 from __future__ import annotations
 
@@ -35,10 +34,10 @@ Only = Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True)
 class FeedForward:
-    """One feed-forward layer found in a model. gate is None for plain layers; it is up where a plain layer's ReLU is
-    squared, since relu(u) * u is that. acts: the activation, where it is none of these but one with a threshold, or
-    where there is a `cut`. both: whether up is known to go through the ReLU as well, as a sparse layer's is. cut: the
-    thresholds on its inputs and hidden values, if it has them (TEAL); then all that is kept of the latter fires."""
+    """One feed-forward layer found in a model. gate: None in plain layers, and up where their ReLU is squared, since
+    that is relu(u) * u. acts: an activation with a threshold, or any where there is a `cut`; else None. both: whether
+    up is known to go through the ReLU as well. cut: the thresholds on its inputs and hidden values, if it has them
+    (TEAL); then all that is kept of the latter fires."""
 
     name: str
     module: nn.Module
@@ -87,7 +86,7 @@ def cut_places(parts: Parts) -> dict[str, list[nn.Module]]:
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules, by name, and in the place of a module of routed experts each of them."""
+    """Yield all modules by name, routed experts in the place of the module that holds them."""
     routed: set[str] = set()
     for name, module in uncompiled(model).named_modules():
         if name and name.rpartition(".")[0] in routed:
@@ -103,9 +102,9 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def feed_forwards(
     model: nn.Module, *, only: Only | None = None, fires: Callable[[object, bool], bool] = computes
 ) -> list[FeedForward]:
-    """Return every ReLU feed-forward layer of the model, dense or already sparse, in the order of its modules, by the
-    names of their parts: what is computed between them is not asked. only: layers for which only(name, module) is true.
-    fires(activation, gated): which count. InputError if there is none, naming the activations that are there."""
+    """Return every ReLU feed-forward layer of the model, dense or already sparse, by the names of their parts: what is
+    computed between them is not asked. only: layers for which only(name, module) is true. fires(activation, gated):
+    which count. InputError if there is none, naming what is there instead."""
     check_model(model)
     layers = [layer for place in candidates(model) if (layer := layer_of(*place, fires))]
     if not layers:
@@ -129,14 +128,15 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
     asked: dict[nn.Module, tuple[str | None, bool]] = {}
     for name, module in candidates(model):
         place, whole = whole_of(name, module)
-        looks = isinstance(module, (Expert, StandIn)) or named_family(module) is not None
-        if not looks or not selected(only, name, module):
+        family = None if isinstance(module, (Expert, StandIn)) else named_family(module)
+        if not (family or isinstance(module, (Expert, StandIn))) or not selected(only, name, module):
             continue
         if whole not in asked:
-            asked[whole] = (None, False) if isinstance(module, StandIn) else examine(module)
-            inside = whole is not module or isinstance(module, StandIn) or named_family(module).inside
-            if not inside and (not name and module is not model or name.rpartition(".")[2] == "_orig_mod"):
+            alone = not name and module is not model or name.rpartition(".")[2] == "_orig_mod"
+            if family and not family.inside and alone:
                 asked[whole] = "is compiled by itself, and would go on as it is; accepted: swap first", False
+            else:
+                asked[whole] = (None, False) if isinstance(module, StandIn) else examine(module)
         reason, both = asked[whole]
         if reason is not None:
             reasons[place] = reason
@@ -147,11 +147,11 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
 
 def sound(layers: list[FeedForward]) -> list[FeedForward]:
     """Return those of these layers that compute what their parts say (probe). InputError where none does."""
-    modules = dict(whole_of(layer.name, layer.module) for layer in layers if not isinstance(layer.module, StandIn))
-    wrong = {name for name, module in modules.items() if difference(module) is not None}
-    chosen = [layer for layer in layers if whole_of(layer.name, layer.module)[0] not in wrong]
+    wholes = [whole_of(layer.name, layer.module)[1] for layer in layers]
+    wrong = {m for m in dict.fromkeys(wholes) if not isinstance(m, StandIn) and difference(m) is not None}
+    chosen = [layer for layer, whole in zip(layers, wholes) if whole not in wrong]
     if not chosen:
-        check_all(modules.items())
+        check_all((layer.name, layer.module) for layer in layers)
     return chosen
 
 
@@ -174,9 +174,8 @@ def examine(module: nn.Module) -> tuple[str | None, bool]:
         return reason, False
     parts, whole = parts_of(module), whole_of("", module)[1]
     reason = difference(whole)
-    may = reason is not None and whole is module and parts.gate is not None and is_relu(parts.acts)
-    both = may and difference(module, True) is None
-    return None if both else reason, both
+    may = reason and whole is module and parts.gate is not None and is_relu(parts.acts)
+    return (None, True) if may and difference(module, True) is None else (reason, False)
 
 
 def _unreadable(module: nn.Module) -> str | None:
@@ -221,8 +220,7 @@ def _unreadable(module: nn.Module) -> str | None:
 
 
 def _called(part: nn.Module, hooks: bool = True) -> str | None:
-    """Return why a module has to be called, where a sparse layer would read its weights; None if nothing is on it but
-    hooks that zero its small inputs."""
+    """Return why a module has to be called; None if nothing is on it but hooks that zero its small inputs."""
     on = [hook for kind in HOOKS for hook in vars(part)[kind].values()] if hooks else []
     if any(not isinstance(getattr(hook, "__self__", None), ThresholdedInput) for hook in on):
         return "has hooks, so that it has to be called"
@@ -270,7 +268,7 @@ def marks_of(module: nn.Module) -> list[tuple]:
 
 def is_plain(layer) -> bool:
     """Return whether the parts of a SparseFFN are what they were when it was made (`layer.marks`): the same modules of
-    the same classes, with no hook and no forward that was not there. Takes about a microsecond."""
+    the same classes, without a new hook or forward. Takes about a microsecond."""
     for holder, name, part, kind, forward, before, many, after, backward, before_backward in layer.marks:
         if (
             holder.get(name) is not part

@@ -54,7 +54,7 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
 
 
 def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise InputError naming each of these modules that has a `difference`; experts in one module are asked once."""
+    """Raise InputError naming each of these modules that has a `difference`."""
     modules = dict(whole_of(*layer) for layer in layers)
     raise_all([f"{title(name, m)} {reason}" for name, m in modules.items() if (reason := difference(m)) is not None])
 
@@ -124,13 +124,10 @@ def _drawn(t: Tensor, number: int, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def _same_random(device: torch.device) -> Iterator[None]:
     """Within this context random numbers are the same each time, and nothing is cast; then they go on as before."""
-    python, cuda = random.getstate(), device.type == "cuda"
+    python, own = random.getstate(), [device.index] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng([device.index] if cuda else []), torch.autocast(device.type, enabled=False):
-            for generator in [
-                torch.default_generator,
-                *([torch.cuda.default_generators[device.index]] if cuda else []),
-            ]:
+        with torch.random.fork_rng(own), torch.autocast(device.type, enabled=False):
+            for generator in [torch.default_generator, *(torch.cuda.default_generators[index] for index in own)]:
                 generator.manual_seed(0)
             random.seed(0)
             yield
@@ -248,14 +245,13 @@ class _Trial:
 
 def _gradients(twin: nn.Module, x: Tensor, outputs: list[Any]) -> dict[str, Tensor]:
     """Return those of x and of the projections' tensors, by name; zero where there are none."""
-    owners = {id(owner) for owner in _parts(twin).owners}
-    named = ((name, part) for name, part in twin.named_modules() if id(part) in owners)
+    owners = _parts(twin).owners
+    named = ((name, part) for name, part in twin.named_modules() if part in owners)
     leaves = {"x": x} | {f"{place}.{name}": p for place, part in named for name, p in part.named_parameters()}
     following = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
-    upstream = [_normal(3, *y.shape).to(y) for y in following]
-    gradients: Iterable[Tensor | None] = [None] * len(leaves)
+    upstream, gradients = [_normal(3, *y.shape).to(y) for y in following], [None] * len(leaves)
     if following:
-        gradients = torch.autograd.grad(following, list(leaves.values()), upstream, allow_unused=True)
+        gradients = torch.autograd.grad(following, [*leaves.values()], upstream, materialize_grads=True)
     pairs = zip(leaves.items(), gradients)
     return {f"the gradient of {name}": torch.zeros_like(t) if g is None else g for (name, t), g in pairs}
 

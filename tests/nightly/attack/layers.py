@@ -23,7 +23,6 @@ from twell_lab.bench.rows import dense_hidden, first_projection
 from twell_lab.cuda import launch
 from twell_lab.formats.twell import TILE, WORDS
 from twell_lab.layers.choice import Choice, one_of_each
-from twell_lab.layers.parts import NAMES as WEIGHTS
 from twell_lab.layers.parts import Weights
 from twell_lab.layers.paths import STEP
 from twell_lab.layers.sparse_ffn import SparseFFN
@@ -35,7 +34,7 @@ _GEOMETRIES = ((TILE, WORDS), (TILE, WORDS), (64, 17), (32, 33), (100, 5), (8, 3
 _CPU_WIDTHS = (1, 2, 3, 5, 7, 8, 12, 16, 24, 33, 64, 100, 128, 200, 257)
 # The kernels are compiled for each width that 8 divides; a kernel for any width takes the others.
 _GPU_WIDTHS = (64, 264, 768, 2048, 1, 7, 100, 333)
-NAMES = ("x", *WEIGHTS[:6])
+NAMES = ("x", *Weights._fields[:6])
 
 
 @dataclass
