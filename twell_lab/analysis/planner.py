@@ -271,14 +271,10 @@ def _pays(times: dict[int, Times], best: dict[bool, dict[int, Choice]], margin: 
 
 
 def _alike(rows: list[_Weighed]) -> list[list[_Weighed]]:
-    # In each group the one first that should take longest.
-    groups: list[list[_Weighed]] = []
+    groups: dict[_Weighed, list[_Weighed]] = {}  # by the one that should take longest
     for row in sorted(rows, key=lambda row: -sum(sum(took.values()) for took in row.predicted.values())):
-        if group := next((group for group in groups if group[0].alike(row)), None):
-            group.append(row)
-        else:
-            groups.append([row])
-    return groups
+        groups.setdefault(next((first for first in groups if first.alike(row)), row), []).append(row)
+    return [*groups.values()]
 
 
 def _classes(tokens: Iterable[int]) -> list[int]:
@@ -341,10 +337,12 @@ class Trial:
             how = {"shrink": layer.d_ff**0.5, "gated": layer.gated}
             often, dtype = layer.neuron_counts.double() / layer.tokens, found.up.weight.dtype
             drawn, inputs = clock.drawn(often, _ROWS, layer.d_model, dtype, self.device, **how)
-            x, gate = torch.cat(inputs), getattr(drawn, "gate_proj", None)
-            found = FeedForward("", drawn, gate, drawn.up_proj, drawn.down_proj)
+            x, (found,) = torch.cat(inputs), feed_forwards(drawn)
         self.found, self.x = found, x.to(self.device, found.up.weight.dtype)
-        self.ways: dict[Option | None, nn.Module] = {None: self._ready(_by_torch(found))}
+        # Its own module where one projection holds gate and up, if no other process has to call it too.
+        family = None if isinstance(found.module, StandIn) else named_family(found.module)
+        fused = family is not None and family.gate == family.up and not torch.distributed.is_initialized()
+        self.ways: dict[Option | None, nn.Module] = {None: self._ready(found.module if fused else Plain(found))}
 
     def run(self, tokens: int, choices: list[Choice]) -> Times:
         """Return the times of the layer as torch computes it, of our dense path, and of these choices."""
@@ -364,9 +362,8 @@ class Trial:
                     exact = self.ways[None](inputs[0]).double()
                     off = (way(inputs[0]).double() - exact).norm() / exact.norm().clamp(min=1e-30)
                     self.errors[option[0]] = off.item()
-            took = self._time(
-                {option: lambda turn, way=way: way(inputs[turn % len(inputs)]) for option, way in ways.items()}
-            )
+            calls = {option: lambda turn, way=way: way(inputs[turn % len(inputs)]) for option, way in ways.items()}
+            took = self._time(calls)
         us = {option: 1e3 * clock.quartiles(values)[0] * tokens / count for option, values in took.items()}
         return {(DENSE, False): us[None], **us}
 
@@ -394,10 +391,3 @@ class Trial:
 
     def _ready(self, module: nn.Module) -> nn.Module:
         return torch.compile(module, dynamic=False) if self.calls == "compiled" else module
-
-
-def _by_torch(found: FeedForward) -> nn.Module:
-    # Its own module where one projection holds gate and up, if no other process has to call it too.
-    family = None if isinstance(found.module, StandIn) else named_family(found.module)
-    fused = family is not None and family.gate == family.up and not torch.distributed.is_initialized()
-    return found.module if fused else Plain(found)

@@ -290,10 +290,10 @@ class Counter:
         neurons fired at each row, int64, 0 where it does not count."""
         rows = (rows or Rows()).map(lambda values: values.to(x.device))
         self.counts = {name: count.to(x.device) for name, count in self.counts.items()}
-        many, step = x.shape[:-1].numel(), max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE) // self.d_ff)
         # One tensor for all answers: many small ones, kept between the pieces' large ones, leave holes in the heap.
-        nnz = torch.zeros(many, dtype=torch.int64, device=x.device)
-        for piece in (slice(start, start + step) for start in range(0, many, step)):
+        nnz = torch.zeros(x.shape[:-1].numel(), dtype=torch.int64, device=x.device)
+        step = max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE) // self.d_ff)
+        for piece in (slice(start, start + step) for start in range(0, len(nnz), step)):
             nnz[piece] = self._add(gate(piece), rows.map(lambda values, piece=piece: values[piece]))
         return nnz
 

@@ -109,10 +109,9 @@ def run(
 
 
 class _Batch:
-    """One input of the model on its device, and what that says of its tokens.
-
-    Which tokens a layer's rows are is certain where there are as many rows as token ids or entries of a mask. Where
-    nothing was given by which to tell, rows [batch, sequence, d_model] have positions, and others none."""
+    """One input of the model on its device, and what that says of its tokens: which a layer's rows are is certain where
+    there are as many rows as token ids or entries of a mask. Without these, rows [batch, sequence, d_model] have
+    positions, and others none."""
 
     def __init__(self, model: nn.Module, given) -> None:
         device = next(model.parameters()).device
@@ -177,26 +176,25 @@ class _Batch:
         """Return the shape [batch, sequence] of the tokens whose arguments have this prefix, None where nothing says
         which they are, and what is known of each."""
         flat = {name: value for name, value in self.named.items() if isinstance(value, Tensor) and value.dim() == 2}
-        ids, mask, said = (prefix + name for name in ("input_ids", "attention_mask", "position_ids"))
-        whole = ids in flat and not flat[ids].is_floating_point() and flat[ids].dtype != torch.bool
-        if not whole and mask not in flat:
-            return None, Rows()
-        shape, counted, size = flat[ids if whole else mask].shape, None, vocabulary_of(self.model)
-        if mask in flat:
-            counted = flat[mask] != 0
-            if counted.shape != shape:
-                return None, Rows(counted)
-        position = None
-        if said in flat and flat[said].shape in (shape, (1, shape[1])):
-            position = flat[said].expand(shape).long()
-        elif not any(self.named.get(name) is not None for name in (said, "past_key_values", "cache")):
-            everyone = torch.ones(shape, dtype=torch.bool, device=flat[ids if whole else mask].device)
-            position = ((everyone if counted is None else counted).cumsum(-1) - 1).clamp(min=0)
-        rows = Rows() if position is None else Rows(group=_group(position))
-        if whole and size:
-            tokens = flat[ids].flatten()
-            rows = rows._replace(ids=torch.where((tokens >= 0) & (tokens < size), tokens, size).long())
-        return shape, rows._replace(counted=None if counted is None else counted.flatten())
+        ids, mask, said = (flat.get(prefix + name) for name in ("input_ids", "attention_mask", "position_ids"))
+        ids = None if ids is None or ids.is_floating_point() or ids.dtype == torch.bool else ids
+        tokens, counted, position = mask if ids is None else ids, None if mask is None else mask != 0, None
+        if tokens is None or counted is not None and counted.shape != tokens.shape:
+            return None, Rows(counted)
+        if said is not None and said.shape in (tokens.shape, (1, tokens.shape[1])):
+            position = said.expand(tokens.shape).long()
+        elif not any(
+            self.named.get(name) is not None for name in (f"{prefix}position_ids", "past_key_values", "cache")
+        ):
+            everyone = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
+            position = (everyone.cumsum(-1) - 1).clamp(min=0)
+        size = vocabulary_of(self.model)
+        ids = ids.flatten() if ids is not None and size else None
+        return tokens.shape, Rows(
+            None if counted is None else counted.flatten(),
+            None if position is None else _group(position),
+            None if ids is None else torch.where((ids >= 0) & (ids < size), ids, size).long(),
+        )
 
 
 def _group(position: Tensor) -> Tensor:
