@@ -47,20 +47,13 @@ def vocabulary_of(model: nn.Module) -> int:
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
-def hidden_by(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float | Tensor] | None = None) -> Tensor:
-    """Compute what enters the down projection for x [rows, d_model], [rows, d_ff]; thresholds: as in
-    layers.parts.hidden_of, by default those that are on the layer."""
-    own = {} if layer.cut is None else layer.cut._asdict()
-    return hidden_of(layer, x, layer.both, own if thresholds is None else thresholds)
-
-
 def _hook(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> RemovableHandle:
     """Have see(x, gate) called whenever the layer runs; with thresholds on inputs, gate gives the hidden values."""
 
     def called(module: nn.Module, args: tuple, output: Tensor | None = None) -> None:
         values = args[0] if output is None else output
         rows = values.reshape(-1, values.shape[-1])
-        see(args[0], lambda of: hidden_by(layer, rows[of]) if output is None else rows[of])
+        see(args[0], lambda of: hidden_of(layer, rows[of]) if output is None else rows[of])
 
     if layer.cut is not None:
         return layer.module.register_forward_pre_hook(called)

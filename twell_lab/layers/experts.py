@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from .choice import DENSE
 from .families import Family
-from .parts import Over, Part, Parts, formula, hidden_of
+from .parts import FeedForward, Over, Part, formula, hidden_of
 
 # What the modules call their weights, gate and up in one or up alone; a bias has the name of its weight and "_bias".
 FUSED, PLAIN, DOWN, ACTIVATION = "gate_up_proj", "up_proj", "down_proj", "act_fn"
@@ -43,8 +43,8 @@ class Expert(nn.Module):
 
     of = property(lambda self: self._of[0], doc="The module of all experts.")
 
-    def own_parts(self) -> Parts:
-        return Parts(self._family, *self._projections, getattr(self.of, ACTIVATION))
+    def own_parts(self) -> FeedForward:
+        return FeedForward("", self, *self._projections, getattr(self.of, ACTIVATION), family=self._family)
 
     def forward(self, x: Tensor) -> Tensor:
         return formula(self.own_parts(), x)

@@ -4,9 +4,7 @@ like it stays dense. Each is asked what it computes before it is swapped (layers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from ..core import InputError
@@ -17,8 +15,7 @@ from .families import accepted
 from .lossy import HIDDEN, INPUT, Cut, ThresholdedInput, cut_of
 from .parts import (
     HOOKS,
-    Parts,
-    Projection,
+    FeedForward,
     class_of,
     is_projection,
     named_family,
@@ -32,28 +29,6 @@ from .probe import check_all, difference, title, whole_of
 Only = Callable[[str, nn.Module], bool]
 
 
-@dataclass(frozen=True)
-class FeedForward:
-    """One feed-forward layer found in a model. gate: None in plain layers, and up where their ReLU is squared, since
-    that is relu(u) * u. acts: an activation with a threshold, or any where there is a `cut`; else None. both: whether
-    up is known to go through the ReLU as well. cut: the thresholds on its inputs and hidden values, if it has them
-    (TEAL); then all that is kept of the latter fires."""
-
-    name: str
-    module: nn.Module
-    gate: Projection | None
-    up: Projection
-    down: Projection
-    acts: Callable[[torch.Tensor], torch.Tensor] | None = None
-    both: bool = False
-    cut: Cut | None = None
-
-    @property
-    def pattern(self) -> Projection:
-        """The projection whose positive outputs are the neurons that fire; with `acts`, those that it keeps."""
-        return self.up if self.gate is None else self.gate
-
-
 class StandIn:
     """A module that took the place of a feed-forward layer, and describes that itself: feed_forward(name)."""
 
@@ -65,21 +40,20 @@ def layer_of(name: str, module: nn.Module, fires: Callable[[object, bool], bool]
     parts = parts_of(module)
     if parts is None:
         return None
-    cut, acts = _cut_in(parts, module), parts.acts
+    cut, acts = _cut_in(parts), parts.acts
     if not cut and not fires(acts, parts.gate is not None):
         return None
     squared = parts.gate is None and is_squared(acts)
     unusual = is_threshold(acts) or cut and not squared and not is_relu(acts)
     gate = parts.up if squared else parts.gate
-    return FeedForward(name, module, gate, parts.up, parts.down, acts if unusual else None, cut=cut)
+    return parts._replace(name=name, gate=gate, acts=acts if unusual else None, cut=cut)
 
 
-def _cut_in(parts: Parts, module: nn.Module) -> Cut | None:
-    # Inside a block, as in OPT, the projections stay with their hooks.
-    return None if parts.family.inside else cut_of(module)
+def _cut_in(parts: FeedForward) -> Cut | None:
+    return None if parts.family.inside else cut_of(parts.module)  # inside a block projections stay with their hooks
 
 
-def cut_places(parts: Parts) -> dict[str, list[nn.Module]]:
+def cut_places(parts: FeedForward) -> dict[str, list[nn.Module]]:
     """Return the modules that store a layer's projections, by the place of what enters them."""
     down = owner_of(parts.down)
     return {INPUT: [owner for owner in parts.owners if owner is not down], HIDDEN: [down]}
@@ -141,7 +115,7 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
         if reason is not None:
             reasons[place] = reason
         elif (layer := layer_of(name, module)) is not None:
-            layers.append(replace(layer, both=layer.both or both))
+            layers.append(layer._replace(both=layer.both or both))
     return layers, reasons
 
 
@@ -192,7 +166,7 @@ def _unreadable(module: nn.Module) -> str | None:
             return f"{place} {reason}"
     if parts is None:
         return f"is no feed-forward layer known here; {accepted()}"
-    if not _cut_in(parts, module) and not computes(parts.acts, parts.gate is not None):
+    if not _cut_in(parts) and not computes(parts.acts, parts.gate is not None):
         return (
             f"uses {kind_of(parts.acts)}; a ReLU is accepted, in plain layers also its square (twell_lab.relufy puts "
             "one there, and the model has to be trained further; twell_lab.thresholds sets small values to zero)"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from .families import FAMILIES, Family
-from .lossy import zeroed
+from .lossy import Cut, zeroed
 
 # Classes of transformers that compute x W^T + b in another way than nn.Linear, and Conv1D, which stores W^T.
 _TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
@@ -98,42 +98,53 @@ class Weights(NamedTuple):
         return {name: t for name, t in self._asdict().items() if t is not None}
 
 
-class Parts(NamedTuple):
-    """The parts of a module. gate is None in plain layers; drop is a dropout before the down projection, if any."""
+class FeedForward(NamedTuple):
+    """One feed-forward layer, and where its parts are.
 
-    family: Family
+    name: in its model. gate: None in plain layers; find.layer_of puts up there where a plain layer's ReLU is squared,
+    since that is relu(u) * u, and leaves `acts` to activations with a threshold, and to layers with a `cut`. both:
+    whether up is known to go through the activation as well. cut: the thresholds on its inputs and hidden values, if it
+    has them (TEAL); then all that is kept of the latter fires. drop: a dropout before the down projection."""
+
+    name: str
+    module: nn.Module
     gate: Projection | None
     up: Projection
     down: Projection
-    acts: Callable[[Tensor], Tensor]
+    acts: Callable[[Tensor], Tensor] | None = None
+    both: bool = False
+    cut: Cut | None = None
+    family: Family | None = None
     drop: nn.Module | None = None
+
+    @property
+    def pattern(self) -> Projection:
+        """The projection whose positive outputs are the neurons that fire; with `acts`, those that it keeps."""
+        return self.up if self.gate is None else self.gate
 
     @property
     def owners(self) -> list[nn.Module]:
         """The modules that hold the projections, each once."""
-        return list({id(m): m for m in map(owner_of, filter(None, self[1:4]))}.values())
+        return list({id(m): m for m in map(owner_of, filter(None, self[2:5]))}.values())
 
 
-def hidden_of(parts, x: Tensor, both: bool = False, thresholds: Mapping[str, float | Tensor] | None = None) -> Tensor:
-    """Return what enters the down projection of these parts (Parts or FeedForward), [..., d_ff], for x [..., d_model].
-
-    both: whether up goes through the activation as well. thresholds: for "input", "activation" and "hidden", below
-    which magnitude values there become zero."""
-    cut, acts, first = thresholds or {}, parts.acts or torch.relu, parts.gate or parts.up
-    x = zeroed(x, cut.get("input", 0.0))
+def hidden_of(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float | Tensor] | None = None) -> Tensor:
+    """Return what enters the down projection of a layer, [..., d_ff], for x [..., d_model]. thresholds: for "input",
+    "activation" and "hidden", below which magnitude values there become zero; None: those that are on it."""
+    cut = thresholds if thresholds is not None else {} if layer.cut is None else layer.cut._asdict()
+    acts, first, x = layer.acts or torch.relu, layer.pattern, zeroed(x, cut.get("input", 0.0))
     hidden = zeroed(acts(linear(x, first.weight, first.bias)), cut.get("activation", 0.0))
-    if parts.gate is not None:
-        beside = linear(x, parts.up.weight, parts.up.bias)
-        hidden = hidden * (acts(beside) if both else beside)
+    if layer.gate is not None:
+        beside = linear(x, layer.up.weight, layer.up.bias)
+        hidden = hidden * (acts(beside) if layer.both else beside)
     return zeroed(hidden, cut.get("hidden", 0.0))
 
 
-def formula(parts: Parts, x: Tensor, both: bool = False, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return what these parts give for x [..., d_model]. seen: is given the hidden values [..., d_ff], and returns
-    them."""
-    hidden = hidden_of(parts, x, both)
-    hidden = hidden if parts.drop is None else parts.drop(hidden)
-    return linear(hidden if seen is None else seen(hidden), parts.down.weight, parts.down.bias)
+def formula(layer: FeedForward, x: Tensor, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return what a layer gives for x [..., d_model]; seen(hidden values [..., d_ff]) returns them."""
+    hidden = hidden_of(layer, x)
+    hidden = hidden if layer.drop is None else layer.drop(hidden)
+    return linear(hidden if seen is None else seen(hidden), layer.down.weight, layer.down.bias)
 
 
 def part_at(module: nn.Module, place: str) -> object:
@@ -177,7 +188,7 @@ def is_projection(module) -> bool:
     return plain or class_of(module) in _LIKE_LINEAR
 
 
-def parts_of(module: nn.Module) -> Parts | None:
+def parts_of(module: nn.Module) -> FeedForward | None:
     """Return the parts of a module, whatever its activation; None without a family, or with other projections."""
     if (own := getattr(module, "own_parts", None)) is not None:
         return own()
@@ -194,7 +205,8 @@ def parts_of(module: nn.Module) -> Parts | None:
 
     gate, up, down = part(family.gate, 0) if family.gate else None, part(family.up, 1), part(family.down, 0)
     acts, drop = part_at(module, family.activation), part_at(module, family.dropout) if family.dropout else None
-    return Parts(family, gate, up, down, acts, drop if isinstance(drop, nn.Dropout) else None)
+    drop = drop if isinstance(drop, nn.Dropout) else None
+    return FeedForward("", module, gate, up, down, acts, family=family, drop=drop)
 
 
 class Over:

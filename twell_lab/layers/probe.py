@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import InputError
 from .experts import Expert, experts_of, mixed
-from .parts import HOOKS, Parts, formula, parts_of, put
+from .parts import HOOKS, FeedForward, formula, parts_of, put
 
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs: clamps and tops show at one, norms at another
 ROWS = 15  # which is no width of a layer, so that a transposition shows
@@ -92,7 +92,7 @@ def _asked(module: nn.Module, both: bool) -> str | None:
     raise Other(f"does not compute {said}: {what} is {share} off")
 
 
-def _parts(module: nn.Module) -> Parts:
+def _parts(module: nn.Module) -> FeedForward:
     routed = experts_of(module)
     return routed[0].own_parts() if routed else parts_of(module)
 
@@ -218,7 +218,7 @@ class _Trial:
         """Return what a copy gives for x, or its formula: of experts with drawn choices of up to four of them for each
         row; of a block all that comes out, where the formula stands in the place of the activation, and the projections
         hand on what they get."""
-        parts, experts = _parts(twin), experts_of(twin)
+        parts, experts = _parts(twin)._replace(both=self.both), experts_of(twin)
         if experts:
             draw = torch.Generator("cpu").manual_seed(4)
             chosen = torch.rand(len(x), len(experts), generator=draw, device="cpu").argsort(1)[:, :4].to(x.device)
@@ -227,10 +227,10 @@ class _Trial:
                 return [mixed(x, chosen, weights, len(experts), lambda number, rows, _: experts[number](rows))]
             return [type(twin).forward(twin, x, chosen, weights)]
         if not self.inside:
-            return [formula(parts, x, self.both) if by_formula else twin(x)]
+            return [formula(parts, x) if by_formula else twin(x)]
         if by_formula:
             stub = nn.Identity()
-            stub.forward = lambda rows: formula(parts, rows, self.both)
+            stub.forward = lambda rows: formula(parts, rows)
             put(twin, parts.family.activation, stub)
             for projection in parts.owners:
                 projection.forward = lambda rows: rows

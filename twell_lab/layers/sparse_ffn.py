@@ -99,14 +99,14 @@ class SparseFFN(nn.Module, StandIn):
         reason, both = examine(source) if probed is None else (None, probed)
         if reason is not None:
             raise InputError(f"{type(source).__name__} {reason}")
-        found, parts = layer_of("", source), parts_of(source)
+        found = layer_of("", source)
         self.tile, self.words, self._tied = tile, words, frozenset(tied)
         self._source = [source]  # in a list: it is no child
-        self.registered = not parts.family.inside
+        self.registered = not found.family.inside
         if self.registered:
             vars(self).update({name: vars(source)[name] for name in _SHARED})
         self.parts: list[Any] = [found.gate, found.up, found.down]  # in lists, too: they are the source's children
-        self._drop, self._family = [parts.drop], parts.family
+        self._drop, self._family = [found.drop], found.family
         self.seat: Seat | None = None
         functional.check_finite(self.weights().named())
         self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
@@ -123,7 +123,7 @@ class SparseFFN(nn.Module, StandIn):
         self.register_load_state_dict_post_hook(SparseFFN._renew)
         self.marks = marks_of(source)
         self.follow(plan)
-        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in parts.owners]
+        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in found.owners]
 
     @classmethod
     def from_module(
@@ -365,7 +365,7 @@ class SparseFFN(nn.Module, StandIn):
         traced = torch.compiler.is_compiling()
         alone = not self.registered or isinstance(self.source, Expert)
         if alone or traced and self._is_plain() and not self.formula["cut"]:
-            return formula(parts_of(self.source), x, self.formula["both"], self.report)
+            return formula(parts_of(self.source)._replace(both=self.formula["both"]), x, self.report)
         if traced:
             return self.source.forward(x)
         down = getattr(self.source, self._family.down)
