@@ -142,10 +142,7 @@ class FiringProfile(Saved):
     def by_position(self) -> list[dict]:
         """Return a row for each group of positions in a sequence that was seen: first, last (from 0; None for the group
         without an end), tokens, density (of all layers together) and layers (that of each, or None)."""
-        tokens, nnz = (
-            torch.stack([getattr(layer, name) for layer in self.layers]).double()
-            for name in ("position_tokens", "position_nnz")
-        )
+        tokens, nnz = (torch.stack([getattr(layer, name) for layer in self.layers]).double() for name in _PLACES)
         asked = tokens * torch.tensor([[layer.d_ff] for layer in self.layers], device="cpu")
         share, shares, rows = nnz.sum(0) / asked.sum(0), nnz / asked, []
         for group, (first, end) in enumerate(pairwise((*POSITIONS, None))):

@@ -55,9 +55,7 @@ def one_of_each(d_ff: int, hot: int) -> list[Choice]:
 @dataclass(frozen=True)
 class Candidate:
     """A choice that was weighed for up to `tokens` tokens at once; times in microseconds, None where not timed.
-
-    dense_us: of the layer as torch computes it, timed beside. timed_on: the layer that was timed, this or one like
-    it."""
+    dense_us: of the layer as torch computes it, timed beside. timed_on: the layer that was timed, or one like it."""
 
     tokens: int
     path: str
@@ -106,8 +104,7 @@ class LayerPlan:
 
     @classmethod
     def forced(cls, layer, choice: Choice) -> LayerPlan:
-        """Make a plan of one choice for every token count. layer: the LayerProfile or LayerPlan that says how often the
-        neurons fire."""
+        """Make a plan of one choice for every token count. layer: a LayerProfile or LayerPlan with neuron_counts."""
         profiled = layer.profiled if isinstance(layer, LayerPlan) else layer.tokens
         counts = tuple(torch.as_tensor(layer.neuron_counts).tolist())
         only = Candidate(1, choice.path, choice.hot, 0.0, None, True, "forced")

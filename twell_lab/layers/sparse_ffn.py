@@ -57,9 +57,11 @@ class Prepared:
         for table, name, t, at, strides, wanted in self.weights:
             if table.get(name) is not t:
                 return False
-            if t is not None and (t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype):
+            if t is None:
+                continue
+            if t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype:
                 return False
-            if grad and t is not None and t.requires_grad is not wanted:
+            if grad and t.requires_grad is not wanted:
                 return False
         return True
 
@@ -220,23 +222,20 @@ class SparseFFN(nn.Module, StandIn):
         """Return what the layer, as it is now, computes of so many tokens (None: of the most): its choice, or "dense: "
         and why."""
         choice = self.choices[-1][1] if tokens is None else self.choice(tokens)
-        weights = self.weights()
-        why = "a projection was replaced, hooked or adapted" if not is_plain(self) else ""
-        if why := why or PATHS[choice.path].refuses(self, weights):
-            return f"{DENSE}: {why}"
-        return str(choice)
+        why = "" if is_plain(self) else "a projection was replaced, hooked or adapted"
+        why = why or PATHS[choice.path].refuses(self, self.weights())
+        return f"{DENSE}: {why}" if why else str(choice)
 
     def learn(self, path: str | None) -> None:
         """Choose the path where gradients are needed: "dense" for all neurons, "twell" for those that fire, None for
-        "dense" where the plan says so for inputs of that size, and "twell" otherwise. Raises InputError for another."""
+        what the plan says of so many tokens. Raises InputError for another."""
         if path not in (None, "dense", "twell"):
             raise InputError(f"path is {path!r}; 'dense', 'twell' and None are accepted")
         self.learning = path
         self._prepared.clear()
 
     def tell(self, told: list[tuple] | None) -> None:
-        """Append to `told` at each forward from now on; None: stop (layers.terms). Each layer gets a list of its own:
-        under FSDP2 layers are compiled one by one, and share a graph as long as they do not differ in anything."""
+        """Append to `told`, a list of this layer's own, at each forward from now on; None: stop (layers.terms)."""
         self.told = told
         if told is not None and not self.reports:
             self.reports = True
@@ -332,8 +331,8 @@ class SparseFFN(nn.Module, StandIn):
         return functional.infer(x, *weights, chosen[1], chosen[2], self.tile, self.words, self.acts)
 
     def by_kept_inputs(self, x: Tensor, weights: Weights) -> Tensor:
-        """Compute a layer with thresholds on its inputs as two operators (ops.kept_inputs). Where thresholds differ by
-        column (WINA), zeros are set before each, and the operators have no threshold."""
+        """Compute a layer with thresholds on its inputs as two operators (ops.kept_inputs), without a threshold where
+        these differ by column (WINA)."""
         gate, up, down, gate_bias, up_bias, down_bias = weights
         first = (up, None, up_bias, None) if gate is None else (gate, up, gate_bias, up_bias)
         product, kept, cut = torch.ops.twell_lab.kept_inputs, self.kept, self.formula["cut"]
@@ -442,10 +441,8 @@ class HandOn(Over):
 
 class Seat:
     """The place of the activation in a block that calls its projections itself, so that there is no module to swap: a
-    SparseFFN takes it and does all the work, and the projections hand on what they get.
-
-    Who has to compute is told by the width of what comes in, [..., d_model] or [..., d_ff], which are never the same
-    here. The up projection hands its input on only while all parts are as they were when they were swapped."""
+    SparseFFN takes it and does all the work, and the projections hand on what they get, the first one only while all
+    parts are as they were. Who has to compute is told by the width of what comes in, [..., d_model] or [..., d_ff]."""
 
     def __init__(self, sparse: nn.Module, block: nn.Module) -> None:
         parts = parts_of(block)

@@ -35,10 +35,9 @@ HEAVY = 0.07
 class LayerTerm(NamedTuple):
     """One layer's part in one forward pass: float32 scalars, of which l1 alone has a gradient.
 
-    l1: the sum over neurons of |h|, averaged over tokens. nnz: how many neurons fire at a token on average. lost: the
-    share of tokens that the sparse kernels finished from the dense weights (ops.survivors); None where they did not
-    run. heavy: the share of tokens at which more than HEAVY of the neurons fire, and light: nnz with none firing at
-    these; None in a layer that was not swapped."""
+    l1: the sum over neurons of |h|, averaged over tokens. nnz: how many neurons fire at a token on average. Of swapped
+    layers alone, else None: lost, the share of tokens that the sparse kernels finished from the dense weights; heavy,
+    the share of tokens at which more than HEAVY of the neurons fire; and light, nnz with none firing at these."""
 
     name: str
     l1: Tensor
@@ -112,9 +111,7 @@ def of_hidden(h: Tensor) -> tuple[Tensor, ...]:
 def _refuse_reentrant() -> None:
     """Raise InputError where a layer runs inside the forward of an autograd.Function, as under reentrant checkpointing:
     gradients are off there, and the term would have none."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
-    frame = sys._getframe(1)
+    frame = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
