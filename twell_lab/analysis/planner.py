@@ -36,8 +36,8 @@ from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
 from ..ops import clock
 from ..ops.activation import SquaredReLU
 from .costs import Firing, Rates, by_choice, measure_rates
-from .plan import Plan, check_fits
-from .profile import FiringProfile, LayerProfile, captured
+from .plan import Plan
+from .profile import FiringProfile, LayerProfile, captured, check_same
 
 TOKENS = (1, 64, 2048, 16384)
 CALLS = ("eager", "compiled", "captured")
@@ -90,7 +90,7 @@ def plan(
         )
     tokens = _classes(tokens)
     layers = {layer.name: layer for layer in feed_forwards(model, only=only)}
-    check_fits(layers.values(), profile.layers, "profile")
+    check_same({layer.name: layer for layer in profile.layers}, layers, "the profile", "the model")
     found = [layers[layer.name] for layer in profile.layers]
     device, dtype = found[0].up.weight.device, found[0].up.weight.dtype
     if calls not in CALLS or calls == "captured" and device.type != "cuda":

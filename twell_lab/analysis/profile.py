@@ -176,7 +176,18 @@ class FiringProfile(Saved):
         if not isinstance(other, FiringProfile):
             raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
         check_same(dict(enumerate(self.layers)), dict(enumerate(other.layers)), "one profile", "the other")
-        return Comparison([_compared(*layers) for layers in zip(self.layers, other.layers)])
+        rows = []
+        for mine, its in zip(self.layers, other.layers):
+            row = {"layer": mine.name, "d_ff": mine.d_ff, "tokens": mine.tokens, "other_tokens": its.tokens}
+            row |= {"density": _number(mine.density), "other_density": _number(its.density)}
+            row |= {"ratio": None, "hot_kept": None}
+            if row["density"] and row["other_density"]:
+                most = math.ceil(HOT * mine.d_ff)
+                hot, hot_there = (one.neuron_counts.argsort(descending=True, stable=True)[:most] for one in (mine, its))
+                row["ratio"] = mine.mean_nnz / its.mean_nnz
+                row["hot_kept"] = (mine.neuron_counts[hot_there].sum() / mine.neuron_counts[hot].sum()).item()
+            rows.append(row)
+        return Comparison(rows)
 
 
 def profile(
@@ -382,14 +393,3 @@ def check_same(some: Mapping, others: Mapping, here: str, there: str) -> None:
         raise InputError(
             f"layer {differ[0]!r} is {one} in {here} and {other} in {there}{more}; the same layers are accepted"
         )
-
-
-def _compared(mine: LayerProfile, its: LayerProfile) -> dict:
-    row = {"layer": mine.name, "d_ff": mine.d_ff, "tokens": mine.tokens, "other_tokens": its.tokens}
-    row |= {"density": mine.density if mine.tokens else None, "other_density": its.density if its.tokens else None}
-    if not (row["density"] and row["other_density"]):
-        return row | {"ratio": None, "hot_kept": None}
-    most = math.ceil(HOT * mine.d_ff)
-    hot, other = (layer.neuron_counts.argsort(descending=True, stable=True)[:most] for layer in (mine, its))
-    caught = mine.neuron_counts[other].sum() / mine.neuron_counts[hot].sum()
-    return row | {"ratio": mine.mean_nnz / its.mean_nnz, "hot_kept": caught.item()}
