@@ -15,8 +15,6 @@ from ..layers.paths.cost import Firing, Rates, Work
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock, dispatch
 
-__all__ = ["Firing", "Rates", "by_choice", "measure_rates", "predict"]
-
 
 def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> dict[str, float]:
     """Return microseconds of one call with `tokens` tokens, by what they go to: gemm, rows, memory, launches, lost, and

@@ -43,10 +43,9 @@ def is_threshold(activation) -> bool:
     values too."""
     if isinstance(activation, ThresholdedActivation):
         return True
-    bound = getattr(activation, "threshold", None)
-    if not isinstance(activation, nn.Module) or isinstance(bound, bool) or not isinstance(bound, (int, float)):
-        return False
-    if "FATReLU" not in type(activation).__name__ and not isinstance(activation, nn.Threshold) or not 0 <= bound < inf:
+    named = isinstance(activation, nn.Module) and "FATReLU" in type(activation).__name__
+    bound = getattr(activation, "threshold", None) if named or isinstance(activation, nn.Threshold) else None
+    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 <= bound < inf:
         return False
     around = torch.tensor([-2.0, -1.0, -0.5, 0.5, 0.99, 1.01, 2.0, 100.0], device="cpu") * (bound or 1.0)
     return _gives(activation, around, torch.where(around > bound, around, 0.0))

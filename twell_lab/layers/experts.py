@@ -1,5 +1,5 @@
 """Routed experts, whose weights lie in a few tensors of three dimensions: Mixtral, Qwen-MoE, OLMoE, DeepSeek and others
-of transformers. Each expert is a feed-forward layer. A swap gives their module, which stays where it is, SparseFFNs as
+of transformers. Each is a feed-forward layer. A swap gives their module, which stays where it is, SparseFFNs as
 children, "0", "1", ..., and a forward that calls them, `Routed`."""
 
 from __future__ import annotations

@@ -150,8 +150,7 @@ class HotCold(Twell):
         return range(STEP, d_ff, STEP)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        d_model, tokens = work.firing.d_model, work.tokens
-        fused = work.fuses_gate
+        d_model, tokens, fused = work.firing.d_model, work.tokens, work.fuses_gate
         gemm = work.gemm(work.firing.d_ff - hot, d_model) + work.gemm(hot, d_model, work.gemms)
         moved = 2 * tokens * hot * work.itemsize + 2 * tokens * d_model * 4
         launches = (2 if fused or work.few else 3) + (2 if fused else 5)
@@ -165,12 +164,10 @@ def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, laun
     number, without those of the pieces that a fused call is cut into."""
     firing, tokens, itemsize, rates = work.firing, work.tokens, work.itemsize, work.rates
     cold, few = firing.d_ff - hot, work.few
-    packed = tokens * math.ceil(cold / TILE) * (WORDS * _WORD_BYTES + 32)  # written whole, read as far as it is used
+    a_row = math.ceil(cold / TILE) * (WORDS * _WORD_BYTES + 32)  # written whole, read as far as it is used
+    packed = 0 if work.lists else tokens * a_row
     values = 0 if fused or few else 2 * tokens * cold * itemsize
-    if work.lists:
-        packed = 0
-    # The kernels for few tokens take any number of entries.
-    lost = 0.0 if few else firing.lost(hot)
+    lost = 0.0 if few else firing.lost(hot)  # the kernels for few tokens take any number of entries
     heavy, entries = firing.heavy(hot) if fused else (0.0, 0.0)
     pieces = 2 * work.pieces if fused else 0
     return {

@@ -1,10 +1,9 @@
 """What a call's cost is counted from: the device's rates, how the layer fires, and how many tokens there are.
 
 An entry, one neuron that fires for one token, costs two rows of d_model values in a gated layer (of up and of down) and
-one in a plain layer (of down). A GEMM takes as long as its operations at the matmul rate or its weights and values from
-memory, whichever is longer; for few tokens it is the latter. The rows of all neurons that fire come from memory once,
-whatever the number of tokens, and again where they do not fit the cache. Each launch adds its own time. Tokens for
-which more neurons fire than the packed form holds are computed densely once more."""
+one in a plain layer. A GEMM takes as long as its operations, or its weights and values from memory, whichever is more.
+The rows of all neurons that fire come from memory once, and again where they do not fit the cache. Each launch adds its
+own time. Tokens for which more neurons fire than the packed form holds are computed densely once more."""
 
 from __future__ import annotations
 
