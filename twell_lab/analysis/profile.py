@@ -35,10 +35,7 @@ _EXPLAINED = (
 # How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
 _PIECE_CPU, _PIECE = 2**20, 2**26
 _TOKENS, _PLACES = ("token_counts", "token_nnz"), ("position_tokens", "position_nnz")
-
-
-def _nowhere() -> Tensor:
-    return torch.zeros(len(POSITIONS), dtype=torch.int64, device="cpu")
+_nowhere = partial(torch.zeros, len(POSITIONS), dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
