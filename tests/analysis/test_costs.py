@@ -127,14 +127,6 @@ def test_firing_of_a_profile(layer, profiled):
         Firing.of(replace(found, tokens=0))
 
 
-@pytest.mark.parametrize(
-    "name, value", [("bandwidth", 0), ("l2", float("inf")), ("matmul", float("nan")), ("launch", -1.0)]
-)
-def test_rates_without_sense_are_refused(rates, name, value):
-    with pytest.raises(InputError, match=name):
-        replace(rates, **{name: value})
-
-
 def test_measured_rates():
     rates = measure_rates("cpu")
     assert (rates.device, rates.dtype, rates.cache, rates.fuses) == ("CPU", "float32", 0, False)

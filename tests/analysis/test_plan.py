@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from twell_lab.analysis.plan import Plan, chosen
 from twell_lab.core import InputError, RecordError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
-from twell_lab.layers.paths.twell import hot_first
+from twell_lab.layers.paths import hot_first
 
 
 def candidate(tokens=64, path="dense", hot=0, chosen=True, measured=None):
@@ -107,7 +107,6 @@ def test_tables(plan):
     assert plan.table()[2].items() >= vars(plan.layers[0].candidates[2]).items()
     assert plan.table()[4]["layer"] == "layers.1.mlp" and len(plan.table()) == 5
     assert "dense throughout: layers.1.mlp" in str(plan) and "hot_cold 256" in str(plan)
-    assert "measured us" in str(plan.layers[0]) and "mean nnz 179.7" in str(plan.layers[0])
     assert math.isnan(replace(plan.layers[0], profiled=0).nnz)
 
 

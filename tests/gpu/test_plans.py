@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.analysis import costs, trials
+from twell_lab.analysis import costs, planner
 from twell_lab.analysis.profile import profile
 from twell_lab.layers.choice import Choice
 from twell_lab.ops import clock
@@ -58,8 +58,8 @@ class Normed(torch.nn.Module):
 def test_a_model_is_planned_by_a_few_trials(monkeypatch):
     """38 layers of 2048 x 5632, mean nnz from 2 to 109: in ten seconds, as many timed as it has densities, not layers."""
     model, inputs = gated_model(38, 2048, 5632, [2 * (109 / 2) ** (i / 37) for i in range(38)])
-    ran, run = set(), trials.Trial.run
-    monkeypatch.setattr(trials.Trial, "run", lambda trial, *given: ran.add(trial.layer.name) or run(trial, *given))
+    ran, run = set(), planner.Trial.run
+    monkeypatch.setattr(planner.Trial, "run", lambda trial, *given: ran.add(trial.layer.name) or run(trial, *given))
     firing = profile(model, [inputs[0]])
     tl.plan(firing, model, batches=[inputs[1]])  # kernels compiled, rates known to be there
     torch.cuda.synchronize()

@@ -96,7 +96,7 @@ def test_what_kernels_compute_in_its_place(name):
         assert kernel.kind == "above" and kernel.threshold == pytest.approx(wanted, rel=1e-6)
         wanted = kernel
     assert kernel == wanted
-    assert kernel_activation(found.acts or torch.relu, True, found.both, cut=Cut(0.1, 0.1)) is None
+    assert kernel_activation(found.acts or torch.relu, True, found.both, found.up.weight, Cut(0.1, 0.1)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -181,8 +181,7 @@ def test_a_family_of_ones_own_is_known_and_does_not_vouch_for_its_layers():
     "changes",
     [
         *(dict(up=up) for up in ("", 3, "w2", "a.b")),
-        *(dict(models=None), dict(gate="w2"), dict(residual=None)),
-        *(dict(gate=None, **more) for more in (dict(inside=1), dict(inside=True, dropout="drop"))),
+        *(dict(models=None), dict(gate="w2"), dict(gate=None, inside=True, dropout="drop")),
     ],
     ids=str,
 )

@@ -22,7 +22,8 @@ def layer(bias: bool = True) -> nn.Linear:
 def test_it_computes_saves_and_stays_what_it_was(bias):
     module = layer(bias)
     before, state, weight = copy.deepcopy(module), copy.deepcopy(module.state_dict()), module.weight
-    assert skip(module) == "" and type(module) is SkippingLinear and module.weight is weight
+    skip(module)
+    assert type(module) is SkippingLinear and module.weight is weight
     assert weight.stride() == (1, 16)
     for shape in ((24,), (1, 24), (2, 1, 24), (0, 24), (5, 7, 24)):
         x = zeroed(torch.randn(shape).to(torch.bfloat16), 0.7)
@@ -37,7 +38,7 @@ def test_it_computes_saves_and_stays_what_it_was(bias):
 def test_it_learns_and_goes_through_transforms():
     module, x = layer().float().requires_grad_(), torch.randn(3, 24)
     before = copy.deepcopy(module)
-    assert skip(module) == ""
+    skip(module)
     for one in (module, before):
         one(x).square().sum().backward()
     torch.testing.assert_close(module.weight.grad, before.weight.grad)
@@ -45,13 +46,13 @@ def test_it_learns_and_goes_through_transforms():
     torch.testing.assert_close(torch.compile(module, backend="eager", fullgraph=True)(x), before(x))
 
 
-def test_what_cannot_skip_says_why():
-    weight = nn.Linear(8, 8)
+def test_what_cannot_skip_is_left_as_it_is():
     tied = nn.Linear(8, 8)
     tied.weight = nn.Parameter(torch.zeros(16, 8)[:8])
-    cases = {nn.Identity(): "Identity", nn.Linear(7, 8): "[8, 7]", tied: "one memory"}
-    assert all(reason in skip(module) for module, reason in cases.items())
-    assert skip(weight) == "" and "SkippingLinear" in skip(weight)
+    for module in (nn.Identity(), nn.Linear(7, 8), tied):
+        kind = type(module)
+        skip(module)
+        assert type(module) is kind
 
 
 @pytest.mark.parametrize("kind, threshold", ((None, 0.0), (None, 0.5), ("silu", 0.5)))

@@ -127,13 +127,3 @@ def test_gradients_that_came_after_are_put_back_in_order_too():
     for p, q in zip(dense.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(p, q)
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_a_weight_that_the_model_has_by_columns_stays_so():
-    dense = drawn.layer()
-    down = dense.down_proj.weight
-    down.data = down.data.t().contiguous().t()
-    sparse = tl.SparseFFN.from_module(dense, plan=TWELL)
-    sparse.follow(tl.Choice("dense"))
-    sparse.close()
-    assert down.stride() == (1, 16)

@@ -158,10 +158,6 @@ def test_terms_of_several_passes_come_in_their_order():
     net(tokens(3))  # outside: nobody asked
     assert [term.name for term in terms] == NAMES * 2 and len(terms) == 4
     assert terms[2].l1 != terms[0].l1 and terms[-1].name == NAMES[1]
-    assert terms.finite()
-    with torch.no_grad():
-        net.layers[0].mlp.down.weight[0, 0] = torch.nan
-    assert not terms.finite()
     terms.clear()
     assert not terms
 

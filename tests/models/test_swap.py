@@ -13,7 +13,7 @@ import twell_lab as tl
 from tests.layers import models_of
 from tests.models.thresholds import models_of as smooth
 from tests.threads import one_thread  # noqa: F401
-from twell_lab.analysis import planner, trials
+from twell_lab.analysis import planner
 from twell_lab.analysis.costs import Rates
 from twell_lab.core import InputError, RecordError
 from twell_lab.layers.choice import Candidate
@@ -97,7 +97,7 @@ def twell_takes(monkeypatch):
         def times(calls, *_, **__):
             return {key: [us / 1e3 if key and key[0].path == path else 0.1] * 8 for key in calls}
 
-        monkeypatch.setattr(trials.clock, "time_calls", times)
+        monkeypatch.setattr(planner.clock, "time_calls", times)
         monkeypatch.setattr(planner, "measure_rates", lambda *_: RATES)
         monkeypatch.setattr(planner, "_REACH", 100.0)  # such small layers are predicted to be all launches
 

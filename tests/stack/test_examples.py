@@ -9,7 +9,7 @@ import torch
 
 import twell_lab as tl
 from tests.models.speaking import decoders
-from twell_lab.analysis import trials
+from twell_lab.analysis import planner
 from twell_lab.app import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ def test_the_readme_says_what_its_example_prints(capsys, monkeypatch):
     (ours, dense), *_ = re.findall(r"twell +([\d,]+) +([\d,]+) ", shown)
     times = [1e-3 * float(number.replace(",", "")) for number in (dense, ours)]
     monkeypatch.setattr(
-        trials.clock, "time_calls", lambda calls, *_, **__: {way: [times[way == (TWELL, False)]] for way in calls}
+        planner.clock, "time_calls", lambda calls, *_, **__: {way: [times[way == (TWELL, False)]] for way in calls}
     )
     monkeypatch.chdir(ROOT)
     exec(compile(example, "README.md", "exec"), {})

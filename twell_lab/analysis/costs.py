@@ -1,6 +1,5 @@
-"""What a feed-forward layer should cost on each path: counted bytes and operations over rates measured on the device.
-
-Each path says what is counted for it (`cost` in twell_lab.layers.paths), in the units of `layers.paths.cost`."""
+"""What a feed-forward layer should cost on each path: counted bytes and operations (layers.paths) over rates that are
+measured on the device."""
 
 from __future__ import annotations
 
@@ -15,8 +14,6 @@ from ..layers.paths import PATHS, Path
 from ..layers.paths.cost import Firing, Rates, Work
 from ..layers.sparse_ffn import SparseFFN
 from ..ops import clock, dispatch
-
-__all__ = ["Firing", "Rates", "by_choice", "measure_rates", "predict"]
 
 
 def predict(choice: Choice, firing: Firing, rates: Rates, tokens: int, itemsize: int) -> dict[str, float]:
@@ -62,14 +59,10 @@ def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype |
     target, tiny = torch.empty_like(source), torch.zeros(8, 8, dtype=dtype, device=device)
     n, k = (8192, 2048) if large else (512, 512)
     a, b = torch.ones(n, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
-    calls = {
-        "copy": lambda turn: target.copy_(source),
-        "mm": lambda turn: torch.mm(a, b),
-        "few": partial(_repeat, tiny, 10),
-        "many": partial(_repeat, tiny, 50),
-    }
     rows, d_model, d_ff = shape = (4096, 2048, 4096) if large else (32, 512, 2048)
     fewer, more = (16, 80) if large else (2, 12)
+    calls = {"copy": lambda turn: target.copy_(source), "mm": lambda turn: torch.mm(a, b)}
+    calls |= {name: partial(_repeat, tiny, times) for name, times in (("few", 10), ("many", 50))}
     calls |= {str(nnz): _sparse_call(shape, nnz, dtype, device) for nnz in (fewer, more)}
     if large:
         with torch.cuda.device(device):

@@ -79,9 +79,9 @@ class Plan(Saved):
 
     def check_model(self, layers: Iterable[FeedForward]) -> None:
         """Raise InputError unless the plan is for a model with these layers, where they are now."""
-        layers = [*layers]
-        check_fits(layers, self.layers, "plan")
-        weight = layers[0].up.weight
+        have, planned = ({layer.name: layer for layer in some} for some in (layers, self.layers))
+        check_same(planned, have, "the plan", "the model")
+        weight = have[self.layers[0].name].up.weight
         here = device_name(weight.device), str(weight.dtype).removeprefix("torch.")
         if (self.device, self.dtype) != here:
             raise InputError(
@@ -112,9 +112,3 @@ def chosen(layer: LayerPlan) -> list[dict]:
         row |= {"choice": str(choice), "us": us, "dense_us": dense_us}
         rows.append({**row, "x_dense": dense_us / us if us and dense_us else None, "how": how, "why": taken.why})
     return rows
-
-
-def check_fits(found: Iterable[FeedForward], layers: Iterable, what: str) -> None:
-    """Raise InputError where `layers`, of a profile or plan, are not the model's, by name and shape."""
-    have, planned = ({layer.name: layer for layer in some} for some in (found, layers))
-    check_same(planned, have, f"the {what}", "the model")

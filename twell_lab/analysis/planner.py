@@ -6,7 +6,7 @@
    on copies of that layer, in turns, beside the layer as torch computes it, for the caller's way of calling: "eager",
    "compiled" or "captured".
 4. A path is taken where it is MARGIN times as fast as both dense ones, at the largest count of its class, and at the
-   smallest is not slower; else the class is cut in two.
+   smallest is not slower.
 5. Hot/cold puts a layer's neurons in another order, in which TwELL may overflow its first tiles. So it is timed
    together with TwELL in that order, and taken where it is MARGIN_HOT times as fast as the best without, in some class,
    and no other class loses by it.
@@ -14,7 +14,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -26,14 +28,16 @@ from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import kernel_activation
 from ..layers.choice import DENSE, LOSSY, MARGIN, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
-from ..layers.find import FeedForward, Only, feed_forwards, only_dense
-from ..layers.parts import Weights
+from ..layers.find import FeedForward, Only, StandIn, cut_places, feed_forwards, only_dense
+from ..layers.lossy import ThresholdedInput
+from ..layers.parts import Weights, named_family, parts_of
 from ..layers.paths import PATHS, Path
-from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT
+from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
+from ..ops import clock
+from ..ops.activation import SquaredReLU
 from .costs import Firing, Rates, by_choice, measure_rates
-from .plan import Plan, check_fits
-from .profile import FiringProfile, LayerProfile, captured
-from .trials import ROWS, Times, Trial
+from .plan import Plan
+from .profile import FiringProfile, LayerProfile, captured, check_same
 
 TOKENS = (1, 64, 2048, 16384)
 CALLS = ("eager", "compiled", "captured")
@@ -42,7 +46,12 @@ MARGIN_PREDICTED = 1.1  # how many times as fast as dense where nothing is timed
 ALIKE = 1.3  # up to this ratio of their predictions layers share trials
 CAPTURED, DRAWN = "captured from the batches", "drawn at the profile's rates"
 _REACH = 1.5  # how far from the best prediction paths are timed
-_CUTS = 3  # how often it is looked where in its class a path begins to be faster
+_ROWS = 4096  # inputs of a layer that are timed on at most; more tokens repeat them
+_CPU_PRODUCTS = 2**29  # of a call on a CPU: more tokens than take so many are timed as so many, and scaled
+_LAST = 2**62  # a class of token counts above all that are asked for
+
+Option = tuple[Choice, bool]  # what a layer does, and whether its neurons lie in the order of hot/cold
+Times = dict[Option | None, float]  # microseconds of a call; None: of the layer as torch computes it
 
 
 def plan(
@@ -81,7 +90,7 @@ def plan(
         )
     tokens = _classes(tokens)
     layers = {layer.name: layer for layer in feed_forwards(model, only=only)}
-    check_fits(layers.values(), profile.layers, "profile")
+    check_same({layer.name: layer for layer in profile.layers}, layers, "the profile", "the model")
     found = [layers[layer.name] for layer in profile.layers]
     device, dtype = found[0].up.weight.device, found[0].up.weight.dtype
     if calls not in CALLS or calls == "captured" and device.type != "cuda":
@@ -98,7 +107,7 @@ def plan(
             row.reason = "its inputs have thresholds, so it is timed on batches, and there are none"
     groups, inputs = _alike([row for row in rows if not row.reason]), {}
     if measure and groups and batches is not None:
-        inputs = captured(model, batches, [group[0].layer.name for group in groups], min(ROWS, tokens[-1]))
+        inputs = captured(model, batches, [group[0].layer.name for group in groups], min(_ROWS, tokens[-1]))
     beside = sum(p.nbytes for p in model.parameters())
     dense = Candidate(1, DENSE.path, 0, 0.0, None, True, "")
     candidates = {row.layer.name: [replace(dense, tokens=count, why=row.reason) for count in tokens] for row in rows}
@@ -176,13 +185,11 @@ class _Weighed:
     @property
     def kind(self) -> tuple:
         layer, found = self.layer, self.found
-        acts = str(kernel_activation(found.acts or torch.relu, layer.gated, found.both) or found.acts)
+        acts = str(kernel_activation(found.acts or torch.relu, layer.gated, found.both, found.up.weight) or found.acts)
         bias = [projection.bias is None for projection in (found.up, found.down)]
         own = found.name if any(path.patterned for path in self.paths.values()) else ""  # its zeros are its own
         form = layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, *self.paths
         return (*form, found.up.weight.dtype, found.up.weight.device, acts, found.cut is None, own, *bias)
-
-    # ---- the decision ----
 
     def decide(self, trial: Trial | None) -> list[Candidate]:
         """Return the candidates of each class, from few tokens to many, one of each chosen."""
@@ -191,18 +198,15 @@ class _Weighed:
         best = {
             order: {count: _fastest(took, order, margin) for count, took in times.items()} for order in (False, True)
         }
-        hot = _pays(times, best, margin)
-        candidates, least = [], 1
+        hot, candidates, least = _pays(times, best, margin), [], 1
         for count, took in times.items():
-            choice = best[hot][count]
+            choice, slow = best[hot][count], ""
+            if choice != DENSE and 1 < least < count:
+                first = self._times(trial, least, choice)
+                if first[choice, hot] > MARGIN * _dense(first):
+                    choice, slow = DENSE, f"{choice} is slower than dense at {least:,} tokens, the fewest of its class"
             rows = self._rows(count, took, choice, hot, trial)
-            start = self._start(trial, choice, hot, least, count) if least > 1 else 1
-            if start > least:
-                slow = f"{choice} is slower than dense at {least:,} tokens"
-                for row in rows:
-                    dense = row.choice == DENSE
-                    candidates.append(replace(row, tokens=start - 1, chosen=dense, why=slow if dense else ""))
-            candidates += rows if start <= count else []
+            candidates += [replace(row, why=slow if slow and row.chosen else row.why) for row in rows]
             least = count + 1
         return candidates
 
@@ -216,23 +220,6 @@ class _Weighed:
         reach = _REACH * min(predicted.values())
         near = [option for option, us in predicted.items() if us <= reach or option.path in PATHS.further]
         return trial.run(tokens, [choice] if choice else [option for option in near if option != DENSE])
-
-    def _start(self, trial: Trial | None, choice: Choice, hot: bool, least: int, most: int) -> int:
-        """Return from how many tokens of its class on a choice is not slower than dense."""
-
-        def holds(tokens: int) -> bool:
-            took = self._times(trial, tokens, choice)
-            return took.get((choice, hot), 0.0) <= MARGIN * _dense(took)
-
-        if choice == DENSE or least >= most or holds(least):
-            return least
-        slower, faster = least, most
-        for _ in range(_CUTS):
-            middle = round((slower * faster) ** 0.5)
-            if not slower < middle < faster:
-                break
-            slower, faster = (slower, middle) if holds(middle) else (middle, faster)
-        return faster
 
     def _rows(self, tokens: int, took: Times, choice: Choice, hot: bool, trial: Trial | None) -> list[Candidate]:
         predicted, how = self.predicted[tokens], "predicted" if trial is None else "timed"
@@ -284,14 +271,10 @@ def _pays(times: dict[int, Times], best: dict[bool, dict[int, Choice]], margin: 
 
 
 def _alike(rows: list[_Weighed]) -> list[list[_Weighed]]:
-    # In each group the one first that should take longest.
-    groups: list[list[_Weighed]] = []
+    groups: dict[_Weighed, list[_Weighed]] = {}  # by the one that should take longest
     for row in sorted(rows, key=lambda row: -sum(sum(took.values()) for took in row.predicted.values())):
-        if group := next((group for group in groups if group[0].alike(row)), None):
-            group.append(row)
-        else:
-            groups.append([row])
-    return groups
+        groups.setdefault(next((first for first in groups if first.alike(row)), row), []).append(row)
+    return [*groups.values()]
 
 
 def _classes(tokens: Iterable[int]) -> list[int]:
@@ -300,3 +283,111 @@ def _classes(tokens: Iterable[int]) -> list[int]:
     if not classes or not whole or len({*classes}) < len(classes):
         raise InputError(f"tokens is {classes!r:.200}; different whole numbers from 1 to 2**63 - 1 are accepted")
     return sorted(classes)
+
+
+# ---- one layer, timed on paths, in turns, beside itself as torch computes it ----
+
+
+class Plain(nn.Module):
+    """A feed-forward layer under usual names, computed as the model does, with its weights and none of its hooks."""
+
+    def __init__(self, found: FeedForward) -> None:
+        super().__init__()
+        self.both, squared = found.both, found.gate is found.up
+        if found.gate is not None and not squared:
+            self.gate_proj = _projection(found.gate)
+        self.up_proj, self.down_proj = _projection(found.up), _projection(found.down)
+        self.act_fn = copy.copy(found.acts) if found.acts else SquaredReLU() if squared else nn.ReLU()
+        for place, projections in cut_places(parts_of(self)).items() if found.cut else ():
+            copy.copy(ThresholdedInput.of(found.module)[f"lossy_{place}"]).put_on(self, place, projections)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "gate_proj"):
+            return self.down_proj(self.act_fn(self.up_proj(x)))
+        hidden, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
+        return self.down_proj(hidden * (self.act_fn(up) if self.both else up))
+
+
+def _projection(projection: nn.Linear) -> nn.Linear:
+    rows, columns = projection.weight.shape
+    plain = nn.Linear(columns, rows, projection.bias is not None, device="meta", dtype=projection.weight.dtype)
+    for name, tensor in (("weight", projection.weight), ("bias", projection.bias)):
+        if tensor is not None:
+            setattr(plain, name, nn.Parameter(tensor.detach(), requires_grad=False))
+    return plain
+
+
+class Trial:
+    """One layer, timed for one way of calling.
+
+    hot: how many neurons hot/cold has first; 0 where that is not weighed. x: inputs of it, [rows, d_model]; without
+    them a drawn one is timed, of its shape, in which each neuron fires as often. A path that takes a layer for where
+    its zeros lie has its own weights even then. errors: of each lossy choice the norm of its output's error over that
+    of the output. refused: of each choice that the layer cannot take, why."""
+
+    def __init__(
+        self, layer: LayerProfile, found: FeedForward, hot: int, calls: str, x: Tensor | None, beside: int
+    ) -> None:
+        self.layer, self.hot, self.calls, self.beside = layer, hot, calls, beside
+        self.errors: dict[Choice, float] = {}
+        self.refused: dict[Choice, str] = {}
+        self.own, self.device = found, found.up.weight.device
+        if x is None:
+            how = {"shrink": layer.d_ff**0.5, "gated": layer.gated}
+            often, dtype = layer.neuron_counts.double() / layer.tokens, found.up.weight.dtype
+            drawn, inputs = clock.drawn(often, _ROWS, layer.d_model, dtype, self.device, **how)
+            x, (found,) = torch.cat(inputs), feed_forwards(drawn)
+        self.found, self.x = found, x.to(self.device, found.up.weight.dtype)
+        # Its own module where one projection holds gate and up, if no other process has to call it too.
+        family = None if isinstance(found.module, StandIn) else named_family(found.module)
+        fused = family is not None and family.gate == family.up and not torch.distributed.is_initialized()
+        self.ways: dict[Option | None, nn.Module] = {None: self._ready(found.module if fused else Plain(found))}
+
+    def run(self, tokens: int, choices: list[Choice]) -> Times:
+        """Return the times of the layer as torch computes it, of our dense path, and of these choices."""
+        count = tokens
+        if self.device.type == "cpu":
+            count = max(1, min(tokens, _CPU_PRODUCTS // (3 * self.own.up.weight.numel())))
+        wanted = [(choice, False) for choice in (DENSE, *choices) if not choice.hot]
+        ordered = [(choice, True) for choice in choices if choice.hot or choice == Choice()]
+        if self.hot and ordered:
+            wanted += dict.fromkeys([*ordered, (Choice(), True)])
+        x = self.x.repeat(-(-count // len(self.x)), 1)
+        inputs = [part.contiguous() for part in x.split(count)[: min(clock.ROTATED, len(x) // count)]]
+        ways = {option: self.ways[option] for option in (None, *(option for option in wanted if self._make(*option)))}
+        with torch.no_grad():
+            for option, way in ways.items():
+                if option and not PATHS[option[0].path].exact and option[0] not in self.errors:
+                    exact = self.ways[None](inputs[0]).double()
+                    off = (way(inputs[0]).double() - exact).norm() / exact.norm().clamp(min=1e-30)
+                    self.errors[option[0]] = off.item()
+            calls = {option: lambda turn, way=way: way(inputs[turn % len(inputs)]) for option, way in ways.items()}
+            took = self._time(calls)
+        us = {option: 1e3 * clock.quartiles(values)[0] * tokens / count for option, values in took.items()}
+        return {(DENSE, False): us[None], **us}
+
+    def _time(self, calls: dict) -> dict:
+        if self.calls == "captured":
+            with torch.cuda.device(self.device):
+                return clock.time_cuda({option: clock.graphed(call) for option, call in calls.items()}, 10)
+        with torch._dynamo.config.patch(recompile_limit=256) if self.calls == "compiled" else nullcontext():
+            return clock.time_calls(calls, self.device, beside=self.beside)
+
+    def _make(self, choice: Choice, ordered: bool) -> bool:
+        """Have a copy of the layer at hand on this path; return whether it takes it."""
+        if choice not in self.refused and (choice, ordered) not in self.ways:
+            plan = LayerPlan.forced(self.layer, choice)
+            if ordered:  # as a layer lies that takes hot/cold for more tokens than there are
+                row = replace(plan.candidates[0], tokens=_LAST)
+                plan = replace(plan, candidates=(row, replace(row, tokens=_LAST + 1, path="hot_cold", hot=self.hot)))
+            source = self.own if PATHS[choice.path].patterned else self.found
+            try:
+                way = SparseFFN.from_module(copy.deepcopy(Plain(source)), plan=plan)
+                self.ways[choice, ordered] = self._ready(way)
+            except TwellError as error:
+                self.refused[choice] = str(error)
+        return choice not in self.refused
+
+    def _ready(self, module: nn.Module) -> nn.Module:
+        return torch.compile(module, dynamic=False) if self.calls == "compiled" else module

@@ -1,8 +1,7 @@
 """What a layer should take on a GPU that one does not have: the cost model (analysis.costs) with rates made of the
-vendor's figures (data/gpus.json), and how far off it is where layers were measured.
-
-No GPU reaches its datasheet. The shares that an H100 reached are taken for every GPU; the rate of the L2 cache, which
-no vendor gives, as the same multiple of the memory's."""
+vendor's figures (data/gpus.json), of which every GPU is taken to reach the shares that an H100 reached; the rate of the
+L2 cache, which no vendor gives, is the same multiple of the memory's. And how far off that is where layers were
+measured."""
 
 from __future__ import annotations
 
@@ -70,7 +69,6 @@ def _sums(rates: Tensor) -> Tensor:
 
 
 def datasheets() -> list[dict]:
-    """Return the GPUs of data/gpus.json, as vendors describe them."""
     return core.read_json(core.data_dir() / "gpus.json", "datasheet")["gpus"]
 
 
@@ -137,18 +135,9 @@ def predict(
             parts = {name: part / 1e3 for name, part in _parts(choice, firing, rates, count, itemsize).items()}
             fired = (1 - (1 - firing.frequency[choice.hot :]) ** count).sum().item()  # neurons, by any of the tokens
             needed = choice.hot + fired if PATHS[choice.path].packs else d_ff  # rows of down, and of up behind a gate
-            rows.append(
-                {
-                    "gpu": rates.device,
-                    "tokens": count,
-                    "path": str(choice),
-                    "ms": parts.pop("total"),
-                    "x_dense": took[DENSE] / us,
-                    "parts": parts,
-                    "weight_mb": (3 if gated else 2) * d_ff * row_mb,
-                    "read_mb": (d_ff + (2 if gated else 1) * needed) * row_mb,
-                }
-            )
+            row = {"gpu": rates.device, "tokens": count, "path": str(choice), "ms": parts.pop("total")}
+            row |= {"x_dense": took[DENSE] / us, "parts": parts, "weight_mb": (3 if gated else 2) * d_ff * row_mb}
+            rows.append({**row, "read_mb": (d_ff + (2 if gated else 1) * needed) * row_mb})
     return rows
 
 

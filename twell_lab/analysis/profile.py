@@ -35,10 +35,7 @@ _EXPLAINED = (
 # How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
 _PIECE_CPU, _PIECE = 2**20, 2**26
 _TOKENS, _PLACES = ("token_counts", "token_nnz"), ("position_tokens", "position_nnz")
-
-
-def _nowhere() -> Tensor:
-    return torch.zeros(len(POSITIONS), dtype=torch.int64, device="cpu")
+_nowhere = partial(torch.zeros, len(POSITIONS), dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,29 +71,22 @@ class LayerProfile:
             if (many := len(getattr(self, name))) != length:
                 raise InputError(f"{name!r} holds {many} numbers; {length} are accepted")
 
-    @property
-    def mean_nnz(self) -> float:
-        """Neurons firing at a token, on average; NaN where the layer saw no token."""
-        return self.neuron_counts.sum().item() / self.tokens if self.tokens else math.nan
+    def _share(self, counted: float) -> float:
+        return counted / self.tokens if self.tokens else math.nan
 
-    density = property(lambda self: self.mean_nnz / self.d_ff, doc="The share of neurons that fire at a token.")
+    # Neurons firing at a token, on average, and the share of them; the share of tokens with at least one tile that
+    # fires beyond its slots; NaN where the layer saw no token.
+    mean_nnz = property(lambda self: self._share(self.neuron_counts.sum().item()))
+    density = property(lambda self: self.mean_nnz / self.d_ff)
+    overflow_rows = property(lambda self: self._share(self.overflowing))
+    # How many neurons fired at no token, and at every one.
+    dead = property(lambda self: (self.neuron_counts == 0).sum().item())
+    always_on = property(lambda self: (self.neuron_counts == self.tokens).sum().item() if self.tokens else 0)
 
     @property
     def neuron_frequency(self) -> Tensor:
         """The share of tokens at which each neuron fires: float32 [d_ff], NaN where there was no token."""
         return (self.neuron_counts.double() / self.tokens).float()
-
-    dead = property(lambda self: (self.neuron_counts == 0).sum().item(), doc="How many neurons fired at no token.")
-
-    @property
-    def always_on(self) -> int:
-        """Return how many neurons fired at every token; 0 where there was none."""
-        return (self.neuron_counts == self.tokens).sum().item() if self.tokens else 0
-
-    @property
-    def overflow_rows(self) -> float:
-        """The share of tokens with at least one tile that fires beyond its slots; NaN without tokens."""
-        return self.overflowing / self.tokens if self.tokens else math.nan
 
     @property
     def first_to_later(self) -> float:
@@ -131,7 +121,7 @@ class FiringProfile(Saved):
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the layers saw: the largest number among them, should they differ."""
+        """The tokens that the layers saw: the largest number among them, should they differ."""
         return max(layer.tokens for layer in self.layers)
 
     def table(self) -> list[dict]:
@@ -149,10 +139,7 @@ class FiringProfile(Saved):
     def by_position(self) -> list[dict]:
         """Return a row for each group of positions in a sequence that was seen: first, last (from 0; None for the group
         without an end), tokens, density (of all layers together) and layers (that of each, or None)."""
-        tokens, nnz = (
-            torch.stack([getattr(layer, name) for layer in self.layers]).double()
-            for name in ("position_tokens", "position_nnz")
-        )
+        tokens, nnz = (torch.stack([getattr(layer, name) for layer in self.layers]).double() for name in _PLACES)
         asked = tokens * torch.tensor([[layer.d_ff] for layer in self.layers], device="cpu")
         share, shares, rows = nnz.sum(0) / asked.sum(0), nnz / asked, []
         for group, (first, end) in enumerate(pairwise((*POSITIONS, None))):
@@ -186,7 +173,18 @@ class FiringProfile(Saved):
         if not isinstance(other, FiringProfile):
             raise InputError(f"the other profile is a {type(other).__name__}; a FiringProfile is accepted")
         check_same(dict(enumerate(self.layers)), dict(enumerate(other.layers)), "one profile", "the other")
-        return Comparison([_compared(*layers) for layers in zip(self.layers, other.layers, strict=True)])
+        rows = []
+        for mine, its in zip(self.layers, other.layers):
+            row = {"layer": mine.name, "d_ff": mine.d_ff, "tokens": mine.tokens, "other_tokens": its.tokens}
+            row |= {"density": _number(mine.density), "other_density": _number(its.density)}
+            row |= {"ratio": None, "hot_kept": None}
+            if row["density"] and row["other_density"]:
+                most = math.ceil(HOT * mine.d_ff)
+                hot, hot_there = (one.neuron_counts.argsort(descending=True, stable=True)[:most] for one in (mine, its))
+                row["ratio"] = mine.mean_nnz / its.mean_nnz
+                row["hot_kept"] = (mine.neuron_counts[hot_there].sum() / mine.neuron_counts[hot].sum()).item()
+            rows.append(row)
+        return Comparison(rows)
 
 
 def profile(
@@ -221,18 +219,17 @@ def count(model: nn.Module, layers: list[FeedForward], batches: Iterable, tile: 
 
     def add(name: str, rows: Rows, values: Tensor) -> None:
         if rows.ids is not None:  # what is in no vocabulary has the last place, which is left out in the end
-            ids = rows.ids.to(values.device)
-            sums[name] = sums[name].to(ids.device).scatter_add_(0, ids, values)
+            sums[name] = sums[name].to(values.device).scatter_add_(0, rows.ids.to(values.device), values)
 
-    def watch(counter: Counter):
-        return counter.layer, lambda x, gate, rows: add("token_nnz", rows, counter.add(x, gate, rows))
+    def see(counter: Counter, x: Tensor, gate: Gate, rows: Rows) -> None:
+        add("token_nnz", rows, counter.add(x, gate, rows))
 
     def after(output: object, seen: list[Rows]) -> None:
         for rows in seen:
             if rows.ids is not None:
                 add("token_counts", rows, torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long())
 
-    run(model, [watch(counter) for counter in counters], batches, after)
+    run(model, [(counter.layer, partial(see, counter)) for counter in counters], batches, after)
     profiles = [counter.result() for counter in counters]
     if not any(layer.tokens for layer in profiles):
         raise InputError(
@@ -257,7 +254,8 @@ def activations(model: nn.Module, batch, layer: int | str) -> tuple[Tensor, Tens
     run(model, [(layers[layer], lambda x, gate, rows: taken.append((rows.kept(x), rows.kept(gate(ALL)))))], [batch])
     if not any(len(x) for x, _ in taken):
         raise InputError(f"no token reached {layer!r} in this batch; accepted: at least one")
-    return torch.cat([x for x, _ in taken]), torch.cat([gate for _, gate in taken])
+    x, gate = map(torch.cat, zip(*taken))
+    return x, gate
 
 
 def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: int) -> dict[str, Tensor]:
@@ -297,10 +295,10 @@ class Counter:
         neurons fired at each row, int64, 0 where it does not count."""
         rows = (rows or Rows()).map(lambda values: values.to(x.device))
         self.counts = {name: count.to(x.device) for name, count in self.counts.items()}
-        many, step = x.shape[:-1].numel(), max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE) // self.d_ff)
         # One tensor for all answers: many small ones, kept between the pieces' large ones, leave holes in the heap.
-        nnz = torch.zeros(many, dtype=torch.int64, device=x.device)
-        for piece in (slice(start, start + step) for start in range(0, many, step)):
+        nnz = torch.zeros(x.shape[:-1].numel(), dtype=torch.int64, device=x.device)
+        step = max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE) // self.d_ff)
+        for piece in (slice(start, start + step) for start in range(0, len(nnz), step)):
             nnz[piece] = self._add(gate(piece), rows.map(lambda values, piece=piece: values[piece]))
         return nnz
 
@@ -350,8 +348,7 @@ def _number(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `FiringProfile.compare`. rows: one a layer, JSON-able; None where a layer saw no token, or none
-    fired."""
+    """Two profiles beside each other. rows: one a layer, JSON-able; None where a layer saw no token, or none fired."""
 
     rows: list[dict]
 
@@ -379,27 +376,17 @@ class Comparison:
 
 def check_same(some: Mapping, others: Mapping, here: str, there: str) -> None:
     """Raise InputError unless two have the same layers of the same sizes; here, there: what the two are called."""
-    sizes = [{name: _size(layer) for name, layer in layers.items()} for layers in (some, others)]
-    if differ := [name for name in {**some, **others} if sizes[0].get(name) != sizes[1].get(name)]:
-        name, more = differ[0], f", and {len(differ) - 1} more differ" if differ[1:] else ""
-        one, other = (of.get(name, "missing") for of in sizes)
+
+    def size(layer) -> str:
+        found = isinstance(layer, FeedForward)
+        d_model, d_ff = layer.up.weight.shape[::-1] if found else (layer.d_model, layer.d_ff)
+        gated = layer.gate is not None if found else layer.gated
+        return f"d_model {d_model}, d_ff {d_ff}, {'gated' if gated else 'plain'}"
+
+    mine, its = ({name: size(layer) for name, layer in layers.items()} for layers in (some, others))
+    if differ := [name for name in mine | its if mine.get(name) != its.get(name)]:
+        one, other = (of.get(differ[0], "missing") for of in (mine, its))
+        more = f", and {len(differ) - 1} more differ" if differ[1:] else ""
         raise InputError(
-            f"layer {name!r} is {one} in {here} and {other} in {there}{more}; the same layers are accepted"
+            f"layer {differ[0]!r} is {one} in {here} and {other} in {there}{more}; the same layers are accepted"
         )
-
-
-def _size(layer) -> str:
-    shape = layer.up.weight.shape[::-1] if isinstance(layer, FeedForward) else (layer.d_model, layer.d_ff)
-    gated = layer.gate is not None if isinstance(layer, FeedForward) else layer.gated
-    return f"d_model {shape[0]}, d_ff {shape[1]}, {'gated' if gated else 'plain'}"
-
-
-def _compared(mine: LayerProfile, its: LayerProfile) -> dict:
-    row = {"layer": mine.name, "d_ff": mine.d_ff, "tokens": mine.tokens, "other_tokens": its.tokens}
-    row |= {"density": mine.density if mine.tokens else None, "other_density": its.density if its.tokens else None}
-    if not (row["density"] and row["other_density"]):
-        return row | {"ratio": None, "hot_kept": None}
-    most = math.ceil(HOT * mine.d_ff)
-    hot, other = (layer.neuron_counts.argsort(descending=True, stable=True)[:most] for layer in (mine, its))
-    caught = mine.neuron_counts[other].sum() / mine.neuron_counts[hot].sum()
-    return row | {"ratio": mine.mean_nnz / its.mean_nnz, "hot_kept": caught.item()}

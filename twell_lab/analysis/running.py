@@ -47,27 +47,17 @@ def vocabulary_of(model: nn.Module) -> int:
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
-def hidden_by(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float | Tensor] | None = None) -> Tensor:
-    """Compute what enters the down projection for x [rows, d_model], [rows, d_ff]; thresholds: as in
-    layers.parts.hidden_of, by default those that are on the layer."""
-    own = {} if layer.cut is None else layer.cut._asdict()
-    return hidden_of(layer, x, layer.both, own if thresholds is None else thresholds)
-
-
 def _hook(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> RemovableHandle:
     """Have see(x, gate) called whenever the layer runs; with thresholds on inputs, gate gives the hidden values."""
 
-    def before(module: nn.Module, args: tuple) -> None:
-        rows = args[0].reshape(-1, args[0].shape[-1])
-        see(args[0], lambda of: hidden_by(layer, rows[of]))
-
-    def after(module: nn.Module, args: tuple, output: Tensor) -> None:
-        rows = output.reshape(-1, output.shape[-1])
-        see(args[0], lambda of: rows[of])
+    def called(module: nn.Module, args: tuple, output: Tensor | None = None) -> None:
+        values = args[0] if output is None else output
+        rows = values.reshape(-1, values.shape[-1])
+        see(args[0], lambda of: hidden_of(layer, rows[of]) if output is None else rows[of])
 
     if layer.cut is not None:
-        return layer.module.register_forward_pre_hook(before)
-    return layer.pattern.register_forward_hook(after)  # which a SparseFFN calls while there is a hook on it
+        return layer.module.register_forward_pre_hook(called)
+    return layer.pattern.register_forward_hook(called)  # which a SparseFFN calls while there is a hook on it
 
 
 def run(
@@ -112,27 +102,29 @@ def run(
 
 
 class _Batch:
-    """One input of the model on its device, and what that says of its tokens.
-
-    Which tokens a layer's rows are is certain where there are as many rows as token ids or entries of a mask. Where
-    nothing was given by which to tell, rows [batch, sequence, d_model] have positions, and others none."""
+    """One input of the model on its device, and what that says of its tokens: which a layer's rows are is certain where
+    there are as many rows as token ids or entries of a mask. Without these, rows [batch, sequence, d_model] have
+    positions, and others none."""
 
     def __init__(self, model: nn.Module, given) -> None:
         device = next(model.parameters()).device
 
-        def move(value):
-            return value.to(device) if isinstance(value, Tensor) else value
+        def moved(values: Iterable) -> list:
+            return [value.to(device) if isinstance(value, Tensor) else value for value in values]
 
-        self.model, self.args, self.named = model, (), {}
+        self.model, self.args, self.kwargs = model, [], {}
         self.seen: dict[str, Rows] = {}  # what is known of the tokens that a layer saw: those of encoder and decoder
         self._tokens: dict[str, tuple[torch.Size | None, Rows]] = {}
         if isinstance(given, Mapping):
-            self.kwargs = self.named = {name: move(value) for name, value in given.items()}
+            self.kwargs = dict(zip(given, moved(given.values())))
         elif isinstance(given, (tuple, list, Tensor)):
-            self.args = (move(given),) if isinstance(given, Tensor) else tuple(map(move, given))
-            self.kwargs, self.named = {}, dict(zip(_arguments(model), self.args))
+            self.args = moved([given] if isinstance(given, Tensor) else given)
         else:
             raise InputError(f"a batch is a {type(given).__name__}; accepted: a tensor, mapping or tuple")
+        # The first argument is taken for token ids, whatever its name.
+        asked = inspect.signature(uncompiled(model).forward).parameters.values()
+        names = ["input_ids", *[p.name for p in asked if p.kind is p.POSITIONAL_OR_KEYWORD][1:]]
+        self.named = dict(zip(names, self.args)) | self.kwargs
 
     def reason(self, error: Exception) -> str:
         tensors = {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
@@ -158,8 +150,8 @@ class _Batch:
         if prefix not in self._tokens:
             self._tokens[prefix] = self._described(prefix)
         shape, known = self._tokens[prefix]
-        chosen, lead = getattr(layer.pattern, "rows", None), x.shape[:-1]  # rows: those of a routed expert
-        many = lead.numel() if chosen is None else layer.pattern.among
+        lead = x.shape[:-1]
+        chosen, many = getattr(layer.pattern, "given", None) or (None, lead.numel())  # given: to a routed expert
         turned = shape is not None and lead == shape[::-1] != shape
         if shape is not None and many == shape.numel() and not turned:
             self.seen[prefix] = known
@@ -177,32 +169,25 @@ class _Batch:
         """Return the shape [batch, sequence] of the tokens whose arguments have this prefix, None where nothing says
         which they are, and what is known of each."""
         flat = {name: value for name, value in self.named.items() if isinstance(value, Tensor) and value.dim() == 2}
-        ids, mask, said = (prefix + name for name in ("input_ids", "attention_mask", "position_ids"))
-        whole = ids in flat and not flat[ids].is_floating_point() and flat[ids].dtype != torch.bool
-        if not whole and mask not in flat:
-            return None, Rows()
-        shape, counted, size = flat[ids if whole else mask].shape, None, vocabulary_of(self.model)
-        if mask in flat:
-            counted = flat[mask] != 0
-            if counted.shape != shape:
-                return None, Rows(counted)
-        position = None
-        if said in flat and flat[said].shape in (shape, (1, shape[1])):
-            position = flat[said].expand(shape).long()
-        elif not any(self.named.get(name) is not None for name in (said, "past_key_values", "cache")):
-            everyone = torch.ones(shape, dtype=torch.bool, device=flat[ids if whole else mask].device)
-            position = ((everyone if counted is None else counted).cumsum(-1) - 1).clamp(min=0)
-        rows = Rows() if position is None else Rows(group=_group(position))
-        if whole and size:
-            tokens = flat[ids].flatten()
-            rows = rows._replace(ids=torch.where((tokens >= 0) & (tokens < size), tokens, size).long())
-        return shape, rows._replace(counted=None if counted is None else counted.flatten())
-
-
-def _arguments(model: nn.Module) -> list[str]:
-    """Return what the model calls its arguments; the first is taken for token ids, whatever its name."""
-    parameters = inspect.signature(uncompiled(model).forward).parameters.values()
-    return ["input_ids", *[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]]
+        ids, mask, said = (flat.get(prefix + name) for name in ("input_ids", "attention_mask", "position_ids"))
+        ids = None if ids is None or ids.is_floating_point() or ids.dtype == torch.bool else ids
+        tokens, counted, position = mask if ids is None else ids, None if mask is None else mask != 0, None
+        if tokens is None or counted is not None and counted.shape != tokens.shape:
+            return None, Rows(counted)
+        if said is not None and said.shape in (tokens.shape, (1, tokens.shape[1])):
+            position = said.expand(tokens.shape).long()
+        elif not any(
+            self.named.get(name) is not None for name in (f"{prefix}position_ids", "past_key_values", "cache")
+        ):
+            everyone = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
+            position = (everyone.cumsum(-1) - 1).clamp(min=0)
+        size = vocabulary_of(self.model)
+        ids = ids.flatten() if ids is not None and size else None
+        return tokens.shape, Rows(
+            None if counted is None else counted.flatten(),
+            None if position is None else _group(position),
+            None if ids is None else torch.where((ids >= 0) & (ids < size), ids, size).long(),
+        )
 
 
 def _group(position: Tensor) -> Tensor:

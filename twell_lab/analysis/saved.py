@@ -62,23 +62,19 @@ def read(kind: Any, value: Any, where: str) -> Any:
     wrong = not isinstance(value, accepted) or isinstance(value, bool) and kind is not bool
     if wrong or isinstance(value, (int, float)) and not 0 <= value < WHOLE:
         raise RecordError(f"{where} is {value!r:.80}; accepted: a {kind.__name__}, and numbers from 0 up")
-    if is_dataclass(kind):
-        return _dataclass(kind, value, where)
     if kind is Tensor:
         return torch.tensor(read(list[int], value, where), dtype=torch.int64, device="cpu")
     if kind in (list, tuple):
         return kind(read(inner[0], part, f"{where} {at}") for at, part in enumerate(value))
     if kind is dict and inner:
         return {name: read(inner[1], part, f"{where}, {name!r}") for name, part in value.items()}
-    return value
-
-
-def _dataclass(kind: Any, content: dict, where: str) -> Any:
+    if not is_dataclass(kind):
+        return value
     hints, names = get_type_hints(kind), {field.name for field in fields(kind)}
-    if wrong := sorted(names ^ content.keys()):
-        what = "lacks" if wrong[0] in names else "has the unknown field"
-        raise RecordError(f"{where} {what} {wrong[0]!r}; accepted: {', '.join(sorted(names))}")
+    if differ := sorted(names ^ value.keys()):
+        what = "lacks" if differ[0] in names else "has the unknown field"
+        raise RecordError(f"{where} {what} {differ[0]!r}; accepted: {', '.join(sorted(names))}")
     try:
-        return kind(**{name: read(hints[name], content[name], f"{where}, {name!r}") for name in names})
+        return kind(**{name: read(hints[name], value[name], f"{where}, {name!r}") for name in names})
     except InputError as error:
         raise RecordError(f"{where}: {error}") from None

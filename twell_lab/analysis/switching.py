@@ -52,10 +52,11 @@ def switch(model: nn.Module, terms: Iterable[LayerTerm], *, below: float | dict[
     the terms waits for the device. Returns {layer: new path} of the layers whose path changed.
 
     below: the break-even, one number or one for each layer, in neurons firing at a token."""
-    layers = {layer.name: layer.module for layer in feed_forwards(model) if isinstance(layer.module, SparseFFN)}
-    changes = {}
-    for term in (term for term in terms if term.name in layers):
-        layer, limit = layers[term.name], below[term.name] if isinstance(below, dict) else below
+    found, changes = {layer.name: layer.module for layer in feed_forwards(model)}, {}
+    for term in terms:
+        if not isinstance(layer := found.get(term.name), SparseFFN):
+            continue
+        limit = below[term.name] if isinstance(below, dict) else below
         spent, now = cost(term, layer.up.weight), layer.learning or SPARSE
         path = SPARSE if spent < limit * (1 - MARGIN) else DENSE if not spent <= limit * (1 + MARGIN) else now
         if layer.learning != path:

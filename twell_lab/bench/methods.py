@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..layers.choice import Choice
 from ..layers.find import feed_forwards
-from ..layers.paths.twell import STEP
+from ..layers.paths import STEP
 from ..models.swap import sparsify
 from ..ops import clock
 from ..ops.reference import GatedFeedForward

@@ -43,17 +43,15 @@ def is_threshold(activation) -> bool:
     values too."""
     if isinstance(activation, ThresholdedActivation):
         return True
-    bound = getattr(activation, "threshold", None)
-    if not isinstance(activation, nn.Module) or isinstance(bound, bool) or not isinstance(bound, (int, float)):
-        return False
-    if "FATReLU" not in type(activation).__name__ and not isinstance(activation, nn.Threshold) or not 0 <= bound < inf:
+    named = isinstance(activation, nn.Module) and "FATReLU" in type(activation).__name__
+    bound = getattr(activation, "threshold", None) if named or isinstance(activation, nn.Threshold) else None
+    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 <= bound < inf:
         return False
     around = torch.tensor([-2.0, -1.0, -0.5, 0.5, 0.99, 1.01, 2.0, 100.0], device="cpu") * (bound or 1.0)
     return _gives(activation, around, torch.where(around > bound, around, 0.0))
 
 
 def _gives(activation: Callable[[Tensor], Tensor], x: Tensor, wanted: Tensor) -> bool:
-    """Return whether the activation gives these bits for x."""
     try:
         with torch.no_grad():
             y = activation(x.clone())  # it may work in place
@@ -69,9 +67,8 @@ def computes(activation, gated: bool) -> bool:
 
 
 def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:
-    """Return what the kernel that reads the weights of kept inputs alone computes of a layer; None where it has no
-    thresholds on its inputs, or an activation that this kernel does not have. Where thresholds differ by column, the
-    kernel has none: zeros are there before."""
+    """Return what the kernel that reads the weights of kept inputs alone computes of a layer; None where it does not
+    take it. Where thresholds differ by column, the kernel has none: zeros are there before."""
     if cut is None or both or is_squared(acts):
         return None
     from ..ops.kept_inputs import Kept
@@ -81,20 +78,14 @@ def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None)
 
 
 def kernel_activation(
-    acts: Callable[[Tensor], Tensor],
-    gated: bool,
-    both: bool = False,
-    like: Tensor | None = None,
-    cut: Cut | None = None,
+    acts: Callable[[Tensor], Tensor], gated: bool, both: bool, like: Tensor, cut: Cut | None = None
 ) -> Activation | None:
     """Return the activation of a layer as kernels compute it that skip silent neurons; None where none does, as with
     thresholds on the layer's inputs (cut). both: whether up goes through it too. A squared ReLU counts as a ReLU: its
-    layer is relu(u) * u. like: a tensor with the type and device of the values; without one, float32 on a CPU."""
-    if cut is not None:
-        return None
-    if is_relu(acts) or is_squared(acts):
+    layer is relu(u) * u. like: a tensor with the type and device of the values."""
+    if cut is None and (is_relu(acts) or is_squared(acts)):
         return Activation(both=both)
-    if both or not is_threshold(acts):
+    if cut is not None or both or not is_threshold(acts):
         return None
     bound, lossy = float(acts.threshold), isinstance(acts, ThresholdedActivation)
     if not lossy or is_relu(acts.activation):
@@ -104,17 +95,16 @@ def kernel_activation(
 
 
 @torch.no_grad()
-def _above(activation: Callable[[Tensor], Tensor], bound: float, gated: bool, like: Tensor | None) -> Activation | None:
+def _above(activation: Callable[[Tensor], Tensor], bound: float, gated: bool, like: Tensor) -> Activation | None:
     """Return the one that keeps what lies above the greatest value that this one does not keep: whether a threshold
     between two values is rounded is up to torch's operation there."""
-    kind = {"dtype": torch.float32, "device": "cpu"}
-    if like is not None and not like.is_meta and not hasattr(like, "fake_mode"):
-        kind = {"dtype": like.dtype, "device": like.device}
+    unreal = like.is_meta or hasattr(like, "fake_mode")
     with _disable_current_modes():
-        at = torch.tensor(bound, **kind)
-        down, up = torch.full_like(at, -inf), torch.full_like(at, inf)
-        below, above = torch.nextafter(at, down), torch.nextafter(at, up)
-        near = torch.stack([torch.nextafter(below, down), below, at, above, torch.nextafter(above, up)])
+        at = torch.tensor(bound, dtype=like.dtype, device="cpu" if unreal else like.device)
+        near, least, most = [at], torch.full_like(at, -inf), torch.full_like(at, inf)
+        for _ in range(2):
+            near = [torch.nextafter(near[0], least), *near, torch.nextafter(near[-1], most)]
+        near = torch.stack(near)
         silent = max((v for v, y in zip(near.tolist(), activation(near.clone()).tolist()) if y == 0), default=inf)
         nan = activation(torch.full_like(near, torch.nan))
     if silent == inf:  # a threshold beyond the type's end, or one that is none

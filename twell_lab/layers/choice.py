@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import InputError
-from .paths import PATHS
-from .paths.twell import STEP, hot_first
+from .paths import PATHS, STEP, hot_first
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Choice:
 
     def check(self, d_ff: int) -> None:
         """Raise InputError if a layer of d_ff neurons cannot be split in this way."""
-        if not PATHS[self.path].accepts(d_ff, self.hot):
+        if self.hot not in PATHS[self.path].sizes(d_ff):
             accepted = f"a multiple of {STEP} below {d_ff}" if d_ff > STEP else f"a layer of more than {STEP} neurons"
             raise InputError(f"hot is {self.hot} of {d_ff} neurons; {accepted} is accepted")
 
@@ -50,15 +49,13 @@ MARGIN = 1.02  # how many times as fast as torch's dense layer a path has to be,
 def one_of_each(d_ff: int, hot: int) -> list[Choice]:
     """List a choice of every path that takes a layer of d_ff neurons; a path that splits them has `hot` hot ones."""
     sizes = {path: hot if path.splits else 0 for path in PATHS.values()}
-    return [Choice(path.name, size) for path, size in sizes.items() if path.accepts(d_ff, size)]
+    return [Choice(path.name, size) for path, size in sizes.items() if size in path.sizes(d_ff)]
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A choice that was weighed for up to `tokens` tokens at once; times in microseconds, None where not timed.
-
-    dense_us: of the layer as torch computes it, timed beside. timed_on: the layer that was timed, this or one like
-    it."""
+    dense_us: of the layer as torch computes it, timed beside. timed_on: the layer that was timed, or one like it."""
 
     tokens: int
     path: str
@@ -107,8 +104,7 @@ class LayerPlan:
 
     @classmethod
     def forced(cls, layer, choice: Choice) -> LayerPlan:
-        """Make a plan of one choice for every token count. layer: the LayerProfile or LayerPlan that says how often the
-        neurons fire."""
+        """Make a plan of one choice for every token count. layer: a LayerProfile or LayerPlan with neuron_counts."""
         profiled = layer.profiled if isinstance(layer, LayerPlan) else layer.tokens
         counts = tuple(torch.as_tensor(layer.neuron_counts).tolist())
         only = Candidate(1, choice.path, choice.hot, 0.0, None, True, "forced")
@@ -138,11 +134,3 @@ class LayerPlan:
     def nnz(self) -> float:
         """Neurons firing at a token, on average over the profile; NaN where no token was profiled."""
         return sum(self.neuron_counts) / self.profiled if self.profiled else math.nan
-
-    def __str__(self) -> str:
-        from .. import records
-
-        rows = [{**vars(row), "chosen": "*" if row.chosen else ""} for row in self.candidates]
-        kind = "gated" if self.gated else "plain"
-        head = f"{self.name or 'layer'}: {kind}, d_model {self.d_model}, d_ff {self.d_ff}, mean nnz {self.nnz:.1f}"
-        return f"{head}\n{records.table(rows, {name: name.replace('_', ' ') for name in rows[0]})}"

@@ -1,5 +1,5 @@
 """Routed experts, whose weights lie in a few tensors of three dimensions: Mixtral, Qwen-MoE, OLMoE, DeepSeek and others
-of transformers. Each expert is a feed-forward layer. A swap gives their module, which stays where it is, SparseFFNs as
+of transformers. Each is a feed-forward layer. A swap gives their module, which stays where it is, SparseFFNs as
 children, "0", "1", ..., and a forward that calls them, `Routed`."""
 
 from __future__ import annotations
@@ -14,85 +14,76 @@ from torch.nn.functional import linear
 
 from .choice import DENSE
 from .families import Family
-from .parts import Over, Part, Parts, formula
+from .parts import FeedForward, Over, Part, formula, hidden_of
 
 # What the modules call their weights, gate and up in one or up alone; a bias has the name of its weight and "_bias".
 FUSED, PLAIN, DOWN, ACTIVATION = "gate_up_proj", "up_proj", "down_proj", "act_fn"
 
 
 class Expert(nn.Module):
-    """One expert of a module of them, as a feed-forward layer: x [tokens, d_model] -> [tokens, d_model]."""
+    """One expert of a module of them, as a feed-forward layer: x [tokens, d_model] -> [tokens, d_model].
+
+    given: while it computes, which tokens it was given, int64 [tokens], and of how many."""
+
+    given: tuple[Tensor, int] | None = None
 
     def __init__(self, of: nn.Module, number: int, transposed: bool) -> None:
         super().__init__()
         self._of, self.number = [of], number  # in a list: the experts are not this module's children
         self.training = of.training
         gated = FUSED in of._parameters
-        first, halves = (FUSED, (0, 1)) if gated else (PLAIN, (None, None))
+        first = FUSED if gated else PLAIN
 
         def part(name: str, half: int | None) -> Part:
             bias = f"{name}_bias"
             return _ExpertPart(self, half, transposed, (name, bias if bias in of._parameters else None))
 
-        family = Family("an expert", first, DOWN, ACTIVATION, FUSED if gated else None)
-        gate = part(first, halves[0]) if gated else None
-        self._parts = family, gate, part(first, halves[1]), part(DOWN, None)
+        self._family = Family("an expert", first, DOWN, ACTIVATION, FUSED if gated else None)
+        self._projections = part(FUSED, 0) if gated else None, part(first, 1 if gated else None), part(DOWN, None)
 
     of = property(lambda self: self._of[0], doc="The module of all experts.")
 
-    def own_parts(self) -> Parts:
-        return Parts(*self._parts, getattr(self.of, ACTIVATION))
+    def own_parts(self) -> FeedForward:
+        return FeedForward("", self, *self._projections, getattr(self.of, ACTIVATION), family=self._family)
 
     def forward(self, x: Tensor) -> Tensor:
         return formula(self.own_parts(), x)
 
+    @contextmanager
+    def computing(self, rows: Tensor, among: int) -> Iterator[None]:
+        self.given = rows, among
+        try:
+            yield
+        finally:
+            self.given = None
+
 
 class _ExpertPart(Part):
-    """A projection of one expert. rows: while it computes, which tokens it was given, int64 [tokens], of `among`."""
-
-    rows: Tensor | None = None
-    among = 0
+    """A projection of one expert. No module calls it, so what is to see its input or output is given what the expert
+    computes."""
 
     def __init__(self, expert: Expert, half: int | None, transposed: bool, names: tuple[str, str | None]) -> None:
         super().__init__(expert.of, half, transposed, names, expert.number)
         self.expert = expert
 
-    # No module calls it, so what is to see its input or output is given what the expert computes.
+    given = property(lambda self: self.expert.given)
 
     def register_forward_hook(self, hook, **how):
         return self._when_called(lambda x: hook(self, (x,), linear(x, self.weight, self.bias)))
 
     def register_forward_pre_hook(self, hook, **how):
         parts = self.expert.own_parts()
-
-        def look(x: Tensor) -> None:
-            if self is parts.down:
-                formula(parts, x, seen=lambda hidden: (hook(self, (hidden,)), hidden)[1])
-            else:
-                hook(self, (x,))
-
-        return self._when_called(look)
+        return self._when_called(lambda x: hook(self, (hidden_of(parts, x) if self is parts.down else x,)))
 
     def _when_called(self, look):
         def called(module, args, kwargs) -> None:
             x, chosen, _ = _arguments(module, args, kwargs)
             rows = (chosen == self.index).any(-1).nonzero().flatten()
             if rows.numel():
-                with _given([self], rows, len(x)):
+                with self.expert.computing(rows, len(x)):
                     look(x[rows])
 
         return self.owner.register_forward_pre_hook(called, with_kwargs=True)
-
-
-@contextmanager
-def _given(parts: list, rows: Tensor, among: int) -> Iterator[None]:
-    for part in parts:
-        part.rows, part.among = rows, among
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.rows, part.among = None, 0
 
 
 def stored(module: nn.Module) -> tuple[int, bool] | None:
@@ -151,28 +142,25 @@ class Routed(Over):
         self.experts = experts_of(module)
 
     def __call__(self, *args, **kwargs):
-        module = self.module
         if not self._apart(args, kwargs):
             return self.beneath(*args, **kwargs)
-        x, chosen, weights = _arguments(module, args, kwargs)
+        x, chosen, weights = _arguments(self.module, args, kwargs)
 
         def one(number: int, rows: Tensor, which: Tensor) -> Tensor:
-            layer = module._modules.get(str(number))
-            parts = self.experts[number].own_parts()[1:4] if layer is None else layer.parts
-            with _given([part for part in parts if part is not None], which, len(x)):
-                return (layer or self.experts[number])(rows)
+            layer = self.module._modules.get(str(number))
+            expert = self.experts[number] if layer is None else layer.source
+            with expert.computing(which, len(x)):
+                return (layer or expert)(rows)
 
         return mixed(x, chosen, weights, len(self.experts), one)
 
     def _apart(self, args: tuple, kwargs: dict) -> bool:
-        if torch.compiler.is_compiling():
-            return False
         tensors = [t for t in (*args, *kwargs.values(), *self.module._parameters.values()) if isinstance(t, Tensor)]
-        layers = [layer for name, layer in self.module._modules.items() if name.isdigit()]
-        if len({t.device for t in tensors}) > 1:
+        if torch.compiler.is_compiling() or len({t.device for t in tensors}) > 1:
             return False
         if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return False
+        layers = [layer for name, layer in self.module._modules.items() if name.isdigit()]
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         plans = not learns and any(choice != DENSE for layer in layers for _, choice in layer.choices)
         return plans or any(layer.reports for layer in layers)

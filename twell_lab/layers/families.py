@@ -32,12 +32,11 @@ class Family:
 
     def __post_init__(self) -> None:
         optional = [place for place in (self.gate, self.dropout) if place is not None]
-        names = (self.models, self.up, self.down, self.activation, *optional)
-        named = all(isinstance(name, str) and name for name in names)
-        flags = isinstance(self.inside, bool) and isinstance(self.residual, bool)
+        named = all(
+            isinstance(name, str) and name for name in (self.models, self.up, self.down, self.activation, *optional)
+        )
         apart = len({self.up, self.down, self.activation}) == 3 and self.gate not in (self.down, self.activation)
-        fits = not optional if self.inside else not any("." in str(place) for place in self.places)
-        if not (named and flags and apart and fits):
+        if not (named and apart and not (optional if self.inside else "." in "".join(self.places))):
             raise InputError(
                 f"{self} cannot be; accepted: names such as 'fc1', two alike for gate and up alone; either "
                 "inside=True, for plain layers without dropout, or no place within a part"
@@ -98,7 +97,7 @@ def register_family(family: Family) -> Family:
 
 
 def accepted() -> str:
-    """Return the end of a message about a module that is no feed-forward layer known here."""
+    """Return what a message says of a module that is no feed-forward layer known here."""
     names = ", ".join(dict.fromkeys(family.models for family in FAMILIES))
     return (
         f"accepted: layers built like those of {names}, with a ReLU, and projections that are each a plain "

@@ -1,13 +1,10 @@
-"""Which modules of a model are feed-forward layers, by where their parts are (twell_lab.layers.families), and why one
-that looks like it stays dense. Other models scale, clamp, normalise or drop between the same parts, so each layer is
-asked what it computes before it is swapped (twell_lab.layers.probe)."""
+"""Which modules of a model are feed-forward layers, by where their parts are (layers.families), and why one that looks
+like it stays dense. Each is asked what it computes before it is swapped (layers.probe)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from ..core import InputError
@@ -18,8 +15,7 @@ from .families import accepted
 from .lossy import HIDDEN, INPUT, Cut, ThresholdedInput, cut_of
 from .parts import (
     HOOKS,
-    Parts,
-    Projection,
+    FeedForward,
     class_of,
     is_projection,
     named_family,
@@ -33,28 +29,6 @@ from .probe import check_all, difference, title, whole_of
 Only = Callable[[str, nn.Module], bool]
 
 
-@dataclass(frozen=True)
-class FeedForward:
-    """One feed-forward layer found in a model. gate is None for plain layers; it is up where a plain layer's ReLU is
-    squared, since relu(u) * u is that. acts: the activation, where it is none of these but one with a threshold, or
-    where there is a `cut`. both: whether up is known to go through the ReLU as well, as a sparse layer's is. cut: the
-    thresholds on its inputs and hidden values, if it has them (TEAL); then all that is kept of the latter fires."""
-
-    name: str
-    module: nn.Module
-    gate: Projection | None
-    up: Projection
-    down: Projection
-    acts: Callable[[torch.Tensor], torch.Tensor] | None = None
-    both: bool = False
-    cut: Cut | None = None
-
-    @property
-    def pattern(self) -> Projection:
-        """The projection whose positive outputs are the neurons that fire; with `acts`, those that it keeps."""
-        return self.up if self.gate is None else self.gate
-
-
 class StandIn:
     """A module that took the place of a feed-forward layer, and describes that itself: feed_forward(name)."""
 
@@ -66,28 +40,27 @@ def layer_of(name: str, module: nn.Module, fires: Callable[[object, bool], bool]
     parts = parts_of(module)
     if parts is None:
         return None
-    cut, acts = _cut_in(parts, module), parts.acts
+    cut, acts = _cut_in(parts), parts.acts
     if not cut and not fires(acts, parts.gate is not None):
         return None
     squared = parts.gate is None and is_squared(acts)
     unusual = is_threshold(acts) or cut and not squared and not is_relu(acts)
     gate = parts.up if squared else parts.gate
-    return FeedForward(name, module, gate, parts.up, parts.down, acts if unusual else None, cut=cut)
+    return parts._replace(name=name, gate=gate, acts=acts if unusual else None, cut=cut)
 
 
-def _cut_in(parts: Parts, module: nn.Module) -> Cut | None:
-    # Inside a block, as in OPT, the projections stay with their hooks.
-    return None if parts.family.inside else cut_of(module)
+def _cut_in(parts: FeedForward) -> Cut | None:
+    return None if parts.family.inside else cut_of(parts.module)  # inside a block projections stay with their hooks
 
 
-def cut_places(parts: Parts) -> dict[str, list[nn.Module]]:
+def cut_places(parts: FeedForward) -> dict[str, list[nn.Module]]:
     """Return the modules that store a layer's projections, by the place of what enters them."""
     down = owner_of(parts.down)
     return {INPUT: [owner for owner in parts.owners if owner is not down], HIDDEN: [down]}
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules, by name, and in the place of a module of routed experts each of them."""
+    """Yield all modules by name, routed experts in the place of the module that holds them."""
     routed: set[str] = set()
     for name, module in uncompiled(model).named_modules():
         if name and name.rpartition(".")[0] in routed:
@@ -103,9 +76,9 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def feed_forwards(
     model: nn.Module, *, only: Only | None = None, fires: Callable[[object, bool], bool] = computes
 ) -> list[FeedForward]:
-    """Return every ReLU feed-forward layer of the model, dense or already sparse, in the order of its modules, by the
-    names of their parts: what is computed between them is not asked. only: layers for which only(name, module) is true.
-    fires(activation, gated): which count. InputError if there is none, naming the activations that are there."""
+    """Return every ReLU feed-forward layer of the model, dense or already sparse, by the names of their parts: what is
+    computed between them is not asked. only: layers for which only(name, module) is true. fires(activation, gated):
+    which count. InputError if there is none, naming what is there instead."""
     check_model(model)
     layers = [layer for place in candidates(model) if (layer := layer_of(*place, fires))]
     if not layers:
@@ -129,29 +102,30 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
     asked: dict[nn.Module, tuple[str | None, bool]] = {}
     for name, module in candidates(model):
         place, whole = whole_of(name, module)
-        looks = isinstance(module, (Expert, StandIn)) or named_family(module) is not None
-        if not looks or not selected(only, name, module):
+        family = None if isinstance(module, (Expert, StandIn)) else named_family(module)
+        if not (family or isinstance(module, (Expert, StandIn))) or not selected(only, name, module):
             continue
         if whole not in asked:
-            asked[whole] = (None, False) if isinstance(module, StandIn) else examine(module)
-            inside = whole is not module or isinstance(module, StandIn) or named_family(module).inside
-            if not inside and (not name and module is not model or name.rpartition(".")[2] == "_orig_mod"):
+            alone = not name and module is not model or name.rpartition(".")[2] == "_orig_mod"
+            if family and not family.inside and alone:
                 asked[whole] = "is compiled by itself, and would go on as it is; accepted: swap first", False
+            else:
+                asked[whole] = (None, False) if isinstance(module, StandIn) else examine(module)
         reason, both = asked[whole]
         if reason is not None:
             reasons[place] = reason
         elif (layer := layer_of(name, module)) is not None:
-            layers.append(replace(layer, both=layer.both or both))
+            layers.append(layer._replace(both=layer.both or both))
     return layers, reasons
 
 
 def sound(layers: list[FeedForward]) -> list[FeedForward]:
     """Return those of these layers that compute what their parts say (probe). InputError where none does."""
-    modules = dict(whole_of(layer.name, layer.module) for layer in layers if not isinstance(layer.module, StandIn))
-    wrong = {name for name, module in modules.items() if difference(module) is not None}
-    chosen = [layer for layer in layers if whole_of(layer.name, layer.module)[0] not in wrong]
+    wholes = [whole_of(layer.name, layer.module)[1] for layer in layers]
+    wrong = {m for m in dict.fromkeys(wholes) if not isinstance(m, StandIn) and difference(m) is not None}
+    chosen = [layer for layer, whole in zip(layers, wholes) if whole not in wrong]
     if not chosen:
-        check_all(modules.items())
+        check_all((layer.name, layer.module) for layer in layers)
     return chosen
 
 
@@ -174,9 +148,8 @@ def examine(module: nn.Module) -> tuple[str | None, bool]:
         return reason, False
     parts, whole = parts_of(module), whole_of("", module)[1]
     reason = difference(whole)
-    may = reason is not None and whole is module and parts.gate is not None and is_relu(parts.acts)
-    both = may and difference(module, True) is None
-    return None if both else reason, both
+    may = reason and whole is module and parts.gate is not None and is_relu(parts.acts)
+    return (None, True) if may and difference(module, True) is None else (reason, False)
 
 
 def _unreadable(module: nn.Module) -> str | None:
@@ -193,7 +166,7 @@ def _unreadable(module: nn.Module) -> str | None:
             return f"{place} {reason}"
     if parts is None:
         return f"is no feed-forward layer known here; {accepted()}"
-    if not _cut_in(parts, module) and not computes(parts.acts, parts.gate is not None):
+    if not _cut_in(parts) and not computes(parts.acts, parts.gate is not None):
         return (
             f"uses {kind_of(parts.acts)}; a ReLU is accepted, in plain layers also its square (twell_lab.relufy puts "
             "one there, and the model has to be trained further; twell_lab.thresholds sets small values to zero)"
@@ -221,8 +194,7 @@ def _unreadable(module: nn.Module) -> str | None:
 
 
 def _called(part: nn.Module, hooks: bool = True) -> str | None:
-    """Return why a module has to be called, where a sparse layer would read its weights; None if nothing is on it but
-    hooks that zero its small inputs."""
+    """Return why a module has to be called; None if nothing is on it but hooks that zero its small inputs."""
     on = [hook for kind in HOOKS for hook in vars(part)[kind].values()] if hooks else []
     if any(not isinstance(getattr(hook, "__self__", None), ThresholdedInput) for hook in on):
         return "has hooks, so that it has to be called"
@@ -270,7 +242,7 @@ def marks_of(module: nn.Module) -> list[tuple]:
 
 def is_plain(layer) -> bool:
     """Return whether the parts of a SparseFFN are what they were when it was made (`layer.marks`): the same modules of
-    the same classes, with no hook and no forward that was not there. Takes about a microsecond."""
+    the same classes, without a new hook or forward. Takes about a microsecond."""
     for holder, name, part, kind, forward, before, many, after, backward, before_backward in layer.marks:
         if (
             holder.get(name) is not part

@@ -83,15 +83,15 @@ class ThresholdedInput(Lossy):
         for projection in projections:
             projection.register_forward_pre_hook(self.before)
 
-    @staticmethod
-    def of(layer: nn.Module) -> dict[str, ThresholdedInput]:
-        """Those that are children of this layer, by their names there."""
-        return {name: part for name, part in layer._modules.items() if isinstance(part, ThresholdedInput)}
+    @classmethod
+    def of(cls, layer: nn.Module) -> dict[str, ThresholdedInput]:
+        """Return those that are children of this layer, by their names there."""
+        return {name: part for name, part in layer._modules.items() if isinstance(part, cls)}
 
-    @staticmethod
-    def take_off(layer: nn.Module) -> None:
+    @classmethod
+    def take_off(cls, layer: nn.Module) -> None:
         """Leave the inputs of the projections of this layer as they are."""
-        own = ThresholdedInput.of(layer)
+        own = cls.of(layer)
         for part in layer.modules() if own else ():
             hooks = part._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in own.values()]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
 from typing import NamedTuple, TypeAlias
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from .families import FAMILIES, Family
-from .lossy import zeroed
+from .lossy import Cut, zeroed
 
 # Classes of transformers that compute x W^T + b in another way than nn.Linear, and Conv1D, which stores W^T.
 _TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
@@ -21,21 +22,18 @@ _LIKE_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear", *_TRA
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+@dataclass(eq=False)
 class Part:
     """A projection that a module stores as a half of its rows, as its transpose, or as one of several weights.
 
     owner: the module. half: 0 or 1, None for all rows. names: what it calls weight and bias. index: which of the
     weights, None where there is one. Weight and bias are views, made anew when they are read."""
 
-    def __init__(
-        self,
-        owner: nn.Module,
-        half: int | None = None,
-        transposed: bool = False,
-        names: tuple[str, str | None] = ("weight", "bias"),
-        index: int | None = None,
-    ) -> None:
-        self.owner, self.half, self.transposed, self.names, self.index = owner, half, transposed, names, index
+    owner: nn.Module
+    half: int | None = None
+    transposed: bool = False
+    names: tuple[str, str | None] = ("weight", "bias")
+    index: int | None = None
 
     weight = property(lambda self: self._rows(getattr(self.owner, self.names[0]), self.transposed))
 
@@ -56,25 +54,21 @@ class Part:
         return self.owner.register_forward_pre_hook(hook, **how)
 
     def register_forward_hook(self, hook, **how):
-        def of_half(module, args, output):
+        def of_half(module, args, output):  # to look on, not to change
             hook(module, args, output if self.half is None else output.chunk(2, dim=-1)[self.half])
 
-        return self.owner.register_forward_hook(of_half, **how)  # to look on, not to change
+        return self.owner.register_forward_hook(of_half, **how)
 
 
 Projection: TypeAlias = nn.Linear | Part
 
 
 def owner_of(part: Projection) -> nn.Module:
-    """The module of the model's that a projection is, or is a part of."""
     return part.owner if isinstance(part, Part) else part
 
 
-def weights_of(part: Projection | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weight and the bias of a projection, each read once; asking a module for an attribute takes long."""
-    if part is None:
-        return None, None
-    own = part.__dict__.get("_parameters")
+def _read(part: Projection) -> tuple[Tensor, Tensor | None]:
+    own = part.__dict__.get("_parameters")  # asking a module for an attribute takes long
     weight = own and own.get("weight")
     return (part.weight, part.bias) if weight is None else (weight, own.get("bias"))
 
@@ -94,54 +88,63 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, gate: Projection | None, up: Projection, down: Projection) -> Weights:
-        (up_weight, up_bias), (down_weight, down_bias) = weights_of(up), weights_of(down)
-        gate_weight, gate_bias = (up_weight, up_bias) if gate is up else weights_of(gate)
+        up_weight, up_bias = _read(up)
+        down_weight, down_bias = _read(down)
+        gate_weight, gate_bias = (up_weight, up_bias) if gate is up else (None, None) if gate is None else _read(gate)
         return cls(gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
 
     def named(self) -> dict[str, Tensor]:
         """Return those that are there, by name."""
-        return {name: t for name, t in zip(NAMES, self) if t is not None}
+        return {name: t for name, t in self._asdict().items() if t is not None}
 
 
-NAMES = Weights._fields
+class FeedForward(NamedTuple):
+    """One feed-forward layer, and where its parts are.
 
+    name: in its model. gate: None in plain layers; find.layer_of puts up there where a plain layer's ReLU is squared,
+    since that is relu(u) * u, and leaves `acts` to activations with a threshold, and to layers with a `cut`. both:
+    whether up is known to go through the activation as well. cut: the thresholds on its inputs and hidden values, if it
+    has them (TEAL); then all that is kept of the latter fires. drop: a dropout before the down projection."""
 
-class Parts(NamedTuple):
-    """The parts of a module. gate is None in plain layers; drop is a dropout before the down projection, if any."""
-
-    family: Family
+    name: str
+    module: nn.Module
     gate: Projection | None
     up: Projection
     down: Projection
-    acts: Callable[[Tensor], Tensor]
+    acts: Callable[[Tensor], Tensor] | None = None
+    both: bool = False
+    cut: Cut | None = None
+    family: Family | None = None
     drop: nn.Module | None = None
+
+    @property
+    def pattern(self) -> Projection:
+        """The projection whose positive outputs are the neurons that fire; with `acts`, those that it keeps."""
+        return self.up if self.gate is None else self.gate
 
     @property
     def owners(self) -> list[nn.Module]:
         """The modules that hold the projections, each once."""
-        return list({id(m): m for m in map(owner_of, filter(None, self[1:4]))}.values())
+        return list({id(m): m for m in map(owner_of, filter(None, self[2:5]))}.values())
 
 
-def hidden_of(parts, x: Tensor, both: bool = False, thresholds: Mapping[str, float | Tensor] | None = None) -> Tensor:
-    """Return what enters the down projection of these parts (Parts or FeedForward), [..., d_ff], for x [..., d_model].
-
-    both: whether up goes through the activation as well. thresholds: for "input", "activation" and "hidden", below
-    which magnitude values there become zero."""
-    cut, acts, first = thresholds or {}, parts.acts or torch.relu, parts.gate or parts.up
-    x = zeroed(x, cut.get("input", 0.0))
+def hidden_of(layer: FeedForward, x: Tensor, thresholds: Mapping[str, float | Tensor] | None = None) -> Tensor:
+    """Return what enters the down projection of a layer, [..., d_ff], for x [..., d_model]. thresholds: for "input",
+    "activation" and "hidden", below which magnitude values there become zero; None: those that are on it."""
+    cut = thresholds if thresholds is not None else {} if layer.cut is None else layer.cut._asdict()
+    acts, first, x = layer.acts or torch.relu, layer.pattern, zeroed(x, cut.get("input", 0.0))
     hidden = zeroed(acts(linear(x, first.weight, first.bias)), cut.get("activation", 0.0))
-    if parts.gate is not None:
-        beside = linear(x, parts.up.weight, parts.up.bias)
-        hidden = hidden * (acts(beside) if both else beside)
+    if layer.gate is not None:
+        beside = linear(x, layer.up.weight, layer.up.bias)
+        hidden = hidden * (acts(beside) if layer.both else beside)
     return zeroed(hidden, cut.get("hidden", 0.0))
 
 
-def formula(parts: Parts, x: Tensor, both: bool = False, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return what these parts give for x [..., d_model]. seen: is given the hidden values [..., d_ff], and returns
-    them."""
-    hidden = hidden_of(parts, x, both)
-    hidden = hidden if parts.drop is None else parts.drop(hidden)
-    return linear(hidden if seen is None else seen(hidden), parts.down.weight, parts.down.bias)
+def formula(layer: FeedForward, x: Tensor, seen: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return what a layer gives for x [..., d_model]; seen(hidden values [..., d_ff]) returns them."""
+    hidden = hidden_of(layer, x)
+    hidden = hidden if layer.drop is None else layer.drop(hidden)
+    return linear(hidden if seen is None else seen(hidden), layer.down.weight, layer.down.bias)
 
 
 def part_at(module: nn.Module, place: str) -> object:
@@ -169,11 +172,10 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def named_family(module: nn.Module) -> Family | None:
-    """The first family whose parts are all there, whatever they are."""
-    if uncompiled(module) is not module:  # torch.compile's wrapper answers to the names of what it wraps
-        return None
+    """Return the first family whose parts are all there, whatever they are."""
+    own = uncompiled(module) is module  # torch.compile's wrapper answers to the names of what it wraps
     fits = (family for family in FAMILIES if all(part_at(module, place) is not None for place in family.places))
-    return next(fits, None)
+    return next(fits, None) if own else None
 
 
 def class_of(module) -> str:
@@ -186,29 +188,25 @@ def is_projection(module) -> bool:
     return plain or class_of(module) in _LIKE_LINEAR
 
 
-def parts_of(module: nn.Module) -> Parts | None:
-    """Return the parts of a module, by the first family that it fits, whatever the activation; None if there is none,
-    or if a projection is none that is known."""
+def parts_of(module: nn.Module) -> FeedForward | None:
+    """Return the parts of a module, whatever its activation; None without a family, or with other projections."""
     if (own := getattr(module, "own_parts", None)) is not None:
         return own()
     family = named_family(module)
     if family is None:
         return None
-    owners = {place: part_at(module, place) for place in family.projections}
-    if not all(map(is_projection, owners.values())):
+    if not all(is_projection(part_at(module, place)) for place in family.projections):
         return None
-    fused = family.gate == family.up
 
-    def part(place: str | None, half: int | None = None) -> Projection | None:
-        if place is None:
-            return None
-        owner, transposed = owners[place], class_of(owners[place]) in _TRANSPOSED
-        return owner if half is None and not transposed else Part(owner, half, transposed)
+    def part(place: str, half: int) -> Projection:
+        owner, fused = part_at(module, place), place == family.gate == family.up
+        transposed = class_of(owner) in _TRANSPOSED
+        return Part(owner, half if fused else None, transposed) if fused or transposed else owner
 
-    drop = part_at(module, family.dropout) if family.dropout else None
-    gate, up, down = part(family.gate, 0 if fused else None), part(family.up, 1 if fused else None), part(family.down)
-    acts = part_at(module, family.activation)
-    return Parts(family, gate, up, down, acts, drop if isinstance(drop, nn.Dropout) else None)
+    gate, up, down = part(family.gate, 0) if family.gate else None, part(family.up, 1), part(family.down, 0)
+    acts, drop = part_at(module, family.activation), part_at(module, family.dropout) if family.dropout else None
+    drop = drop if isinstance(drop, nn.Dropout) else None
+    return FeedForward("", module, gate, up, down, acts, family=family, drop=drop)
 
 
 class Over:

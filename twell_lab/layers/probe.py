@@ -9,7 +9,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import InputError
 from .experts import Expert, experts_of, mixed
-from .parts import HOOKS, Parts, formula, parts_of, put
+from .parts import HOOKS, FeedForward, formula, parts_of, put
 
 SCALES = (0.01, 1.0, 1000.0)  # of the inputs: clamps and tops show at one, norms at another
 ROWS = 15  # which is no width of a layer, so that a transposition shows
@@ -38,9 +38,8 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
     mode, on ROWS rows at each of SCALES, and on one row alone; no hook is called. Compared are the output, row by row,
     and the gradients of x and of the projections' tensors where there are any, by their norms, which may be off by
     EXACT: in the weights' own dtype, and where the bits differ in float32 and then in float64. Of routed experts it is
-    the output alone. A module of its own also has to leave its input as it is, and to set nothing on itself that was
-    not there. A layer that does something else for other numbers of tokens, other values, after some calls, or in a
-    second derivative, passes."""
+    the output alone. A module of its own also has to leave its input as it is. A layer that does something else for
+    other numbers of tokens, other values, after some calls, or in a second derivative, passes."""
     try:
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             return _asked(module, both)
@@ -55,7 +54,7 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
 
 
 def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise InputError naming each of these modules that has a `difference`; experts in one module are asked once."""
+    """Raise InputError naming each of these modules that has a `difference`."""
     modules = dict(whole_of(*layer) for layer in layers)
     raise_all([f"{title(name, m)} {reason}" for name, m in modules.items() if (reason := difference(m)) is not None])
 
@@ -93,11 +92,9 @@ def _asked(module: nn.Module, both: bool) -> str | None:
     raise Other(f"does not compute {said}: {what} is {share} off")
 
 
-def _parts(module: nn.Module) -> Parts:
+def _parts(module: nn.Module) -> FeedForward:
     routed = experts_of(module)
-    parts = routed[0].own_parts() if routed else parts_of(module)
-    assert parts is not None
-    return parts
+    return routed[0].own_parts() if routed else parts_of(module)
 
 
 # ---- copies of the layer ----
@@ -127,10 +124,10 @@ def _drawn(t: Tensor, number: int, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def _same_random(device: torch.device) -> Iterator[None]:
     """Within this context random numbers are the same each time, and nothing is cast; then they go on as before."""
-    devices, python = [device.index] if device.type == "cuda" else [], random.getstate()
+    python, own = random.getstate(), [device.index] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False):
-            for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)):
+        with torch.random.fork_rng(own), torch.autocast(device.type, enabled=False):
+            for generator in [torch.default_generator, *(torch.cuda.default_generators[index] for index in own)]:
                 generator.manual_seed(0)
             random.seed(0)
             yield
@@ -172,19 +169,16 @@ class _Trial:
         d_model, like = self.parts.up.weight.shape[1], self.drawn[id(next(self.parts.owners[0].parameters()))]
         x = _normal(1, len(SCALES), ROWS, d_model) * torch.tensor(SCALES, device="cpu")[:, None, None]
         x = x.to(like)
-        inputs = [(x.flatten(0, 1) if self.routed else x, None)]
-        if not self.routed and not self.inside:  # experts want [tokens, d_model], most others know a batch, too
-            whole, alone = ((t, self.tried(t)) for t in (x, x.flatten(0, 1))), (x[1:2, :1], x[1, :1])
-            inputs = [(given, plain) for given, plain in whole if plain] or inputs
-            inputs += [(given, plain) for given in alone if (plain := self.tried(given))]
-        scales = SCALES if self.inside else (1.0,)  # whatever norm comes before the parts of a block
-        for (given, plain), training, scale in product(inputs, (False, True), scales):
+        forms = [x, x.flatten(0, 1), x[1:2, :1], x[1, :1]]  # with and without a batch, and one row alone
+        forms = forms[1:2] if self.routed else forms[:1] if self.inside else forms
+        scales, answers = SCALES if self.inside else (1.0,), 0  # whatever norm comes before the parts of a block
+        for given, training, scale in product(forms, (False, True), scales):
             wanted = None
             for learns in (False,) if self.routed else (True, False):
-                own = plain if not (training or learns) else None
-                own = own or (self.tried if learns else self.results)(given, training, learns, scale)
+                own = self.tried(given, training, learns, scale)
                 if own is None:
                     continue  # what cannot be trained has no gradients that could be others
+                answers += given.shape[:-1].numel() > 1
                 if wanted is None or self.inside:  # elsewhere the formula's outputs have no gradients to wait for
                     wanted = self.results(given, training, learns, scale, by_formula=True)
                 mode = f"in {'training' if training else 'evaluation'} mode"
@@ -194,6 +188,8 @@ class _Trial:
                     if output or learns:
                         what = f"{mode} {name}{' with gradients' if output and learns else ''}{where}"
                         yield _off(own.get(name), y, output), what
+        if not answers:
+            self.results(forms[0])  # raises what keeps it from answering
 
     def tried(self, *how) -> dict[str, Any] | None:
         """Return the results; None where the layer raises an error of its own."""
@@ -209,13 +205,10 @@ class _Trial:
         name."""
         twin, x = self.copy(training, scale), rows.clone().requires_grad_(learns)
         with torch.set_grad_enabled(learns), _same_random(x.device):
-            given, before = x * 1, set() if by_formula else _attributes(twin)  # no leaf: a block may write to it
+            given = x * 1  # no leaf: a block may write to it
             outputs = self.run(twin, given, by_formula)
-            if not self.inside and not by_formula:
-                if not torch.equal(given, x):
-                    raise Other("writes to its input")
-                if left := sorted({name for name, _ in _attributes(twin) - before}):
-                    raise Other(f"sets {', '.join(left[:5])} in its forward")
+            if not self.inside and not by_formula and not torch.equal(given, x):
+                raise Other("writes to its input")
             results = {f"its output {at or ''}".strip(): y for at, y in enumerate(outputs)}
             if learns:
                 results |= _gradients(twin, x, outputs)
@@ -225,7 +218,7 @@ class _Trial:
         """Return what a copy gives for x, or its formula: of experts with drawn choices of up to four of them for each
         row; of a block all that comes out, where the formula stands in the place of the activation, and the projections
         hand on what they get."""
-        parts, experts = _parts(twin), experts_of(twin)
+        parts, experts = _parts(twin)._replace(both=self.both), experts_of(twin)
         if experts:
             draw = torch.Generator("cpu").manual_seed(4)
             chosen = torch.rand(len(x), len(experts), generator=draw, device="cpu").argsort(1)[:, :4].to(x.device)
@@ -234,10 +227,10 @@ class _Trial:
                 return [mixed(x, chosen, weights, len(experts), lambda number, rows, _: experts[number](rows))]
             return [type(twin).forward(twin, x, chosen, weights)]
         if not self.inside:
-            return [formula(parts, x, self.both) if by_formula else twin(x)]
+            return [formula(parts, x) if by_formula else twin(x)]
         if by_formula:
             stub = nn.Identity()
-            stub.forward = lambda rows: formula(parts, rows, self.both)
+            stub.forward = lambda rows: formula(parts, rows)
             put(twin, parts.family.activation, stub)
             for projection in parts.owners:
                 projection.forward = lambda rows: rows
@@ -252,32 +245,19 @@ class _Trial:
 
 def _gradients(twin: nn.Module, x: Tensor, outputs: list[Any]) -> dict[str, Tensor]:
     """Return those of x and of the projections' tensors, by name; zero where there are none."""
-    owners = {id(owner) for owner in _parts(twin).owners}
-    named = ((name, part) for name, part in twin.named_modules() if id(part) in owners)
+    owners = _parts(twin).owners
+    named = ((name, part) for name, part in twin.named_modules() if part in owners)
     leaves = {"x": x} | {f"{place}.{name}": p for place, part in named for name, p in part.named_parameters()}
     following = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
-    upstream = [_normal(3, *y.shape).to(y) for y in following]
-    gradients: Iterable[Tensor | None] = [None] * len(leaves)
+    upstream, gradients = [_normal(3, *y.shape).to(y) for y in following], [None] * len(leaves)
     if following:
-        gradients = torch.autograd.grad(following, list(leaves.values()), upstream, allow_unused=True)
+        gradients = torch.autograd.grad(following, [*leaves.values()], upstream, materialize_grads=True)
     pairs = zip(leaves.items(), gradients)
     return {f"the gradient of {name}": torch.zeros_like(t) if g is None else g for (name, t), g in pairs}
 
 
 def _tensors(table: dict) -> list[Tensor]:
     return [t for t in table.values() if isinstance(t, Tensor)]
-
-
-def _attributes(twin: nn.Module) -> set[tuple[str, object]]:
-    """Return what is set on a module and on those within it, such as a penalty that a training reads there: by name,
-    and which tensor or whether it is None. What a cached_property keeps is nobody's loss."""
-    return {
-        (f"{at}.{key}".lstrip("."), id(value) if isinstance(value, Tensor) else value is None)
-        for at, part in twin.named_modules()
-        for table in (vars(part), part._parameters, part._buffers, part._modules)
-        for key, value in table.items()
-        if not isinstance(getattr(type(part), key, None), cached_property)
-    }
 
 
 def _off(y: Any, wanted: Tensor, by_row: bool) -> float:

@@ -19,7 +19,6 @@ class SkippingLinear(nn.Linear):
     """A torch.nn.Linear whose zero inputs cost nothing where the kernel `kept_inputs` runs; made by `skip`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute input [..., in_features] -> [..., out_features]."""
         if input.is_cuda and 0 < input.shape[:-1].numel() <= kept_inputs.FEW and self._is_usual(input):
             if is_dynamo_compiling():
                 return torch.ops.twell_lab.kept_inputs(input, self.weight, None, self.bias, None, 0.0, None)
@@ -36,17 +35,12 @@ class SkippingLinear(nn.Linear):
         storage.save_contiguous(self, destination, prefix, {})
 
 
-def skip(module: nn.Linear) -> str:
-    """Have a linear layer skip its zero inputs, in place: it stays the same module with the same parameters. Returns
-    "", or why it was left as it is."""
-    if type(module) is not nn.Linear:
-        return f"it is a {type(module).__name__}, no plain torch.nn.Linear"
-    if module.in_features % 8 or module.out_features % 8:
-        return f"its weight is {list(module.weight.shape)}; the kernel reads multiples of 8"
-    if why := storage.rewrite([module], {"gate": storage.COLUMNS}):
-        return why
-    module.__class__ = SkippingLinear
-    return ""
+def skip(module: nn.Linear) -> None:
+    """Have a linear layer skip its zero inputs, in place: it stays the same module with the same parameters. One that
+    the kernel does not take, or whose weight has to lie as it does, is left as it is."""
+    kernel_takes = type(module) is nn.Linear and not (module.in_features % 8 or module.out_features % 8)
+    if kernel_takes and not storage.rewrite([module], {"gate": storage.COLUMNS}):
+        module.__class__ = SkippingLinear
 
 
 def stop_skipping(module: nn.Module) -> None:

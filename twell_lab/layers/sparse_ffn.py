@@ -40,14 +40,12 @@ class Prepared:
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, parts: list[Any]) -> None:
         self.run, self.dtype, self.index = run, x.dtype, x.get_device()
         self.grad, self.wanted = _grad_enabled(), x.requires_grad
-        # Of each parameter: where it is, itself, its address, its strides, and whether it learns. And where there is
-        # none, as a bias.
+        # Of each parameter: where it is, itself, its address, its strides, and whether it learns; None without a bias.
         tables = {id(m): m._parameters for m in (owner_of(part) for part in parts if part is not None)}
-        own = [(table, name, t) for table in tables.values() for name, t in table.items()]
-        self.weights = [
-            (table, name, t, t.data_ptr(), t.stride(), t.requires_grad) for table, name, t in own if t is not None
-        ]
-        self.absent = [(table, name) for table, name, t in own if t is None]
+        self.weights: list[tuple] = []
+        for own, name, t in [(table, *item) for table in tables.values() for item in table.items()]:
+            lies = (None,) * 3 if t is None else (t.data_ptr(), t.stride(), t.requires_grad)
+            self.weights.append((own, name, t, *lies))
 
     def holds(self, x: Tensor) -> bool:
         """Return whether it may run: x has the type, lies on the device, and every weight is where it was."""
@@ -57,12 +55,13 @@ class Prepared:
         if grad and x.requires_grad is not self.wanted:
             return False
         for table, name, t, at, strides, wanted in self.weights:
-            if table.get(name) is not t or t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype:
+            if table.get(name) is not t:
+                return False
+            if t is None:
+                continue
+            if t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype:
                 return False
             if grad and t.requires_grad is not wanted:
-                return False
-        for table, name in self.absent:
-            if table.get(name) is not None:
                 return False
         return True
 
@@ -102,33 +101,31 @@ class SparseFFN(nn.Module, StandIn):
         reason, both = examine(source) if probed is None else (None, probed)
         if reason is not None:
             raise InputError(f"{type(source).__name__} {reason}")
-        found, parts = layer_of("", source), parts_of(source)
-        assert found is not None and parts is not None
+        found = layer_of("", source)
         self.tile, self.words, self._tied = tile, words, frozenset(tied)
         self._source = [source]  # in a list: it is no child
-        self.registered = not parts.family.inside
+        self.registered = not found.family.inside
         if self.registered:
             vars(self).update({name: vars(source)[name] for name in _SHARED})
         self.parts: list[Any] = [found.gate, found.up, found.down]  # in lists, too: they are the source's children
-        self._drop, self._family = [parts.drop], parts.family
+        self._drop, self._family = [found.drop], found.family
         self.seat: Seat | None = None
         functional.check_finite(self.weights().named())
         self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
         self._know_activation()
-        self.forms: dict[str, Any] = {}  # by path (layers.paths.path.Converted)
+        self.forms: dict[str, Any] = {}  # by path (layers.paths.Converted)
         self._prepared: dict[tuple, Prepared] = {}  # by what `_call` says
         self.learning: str | None = None
         self.told: list[tuple] | None = None  # where forwards report (layers.terms)
         self.reports = False
         # The neurons as they lie now, by their places in the dense module; None where they were left as they were.
         self.order: list[int] | None = None
-        self._turned = storage.turned_in(self.parts) - self._tied
         self.choices: list[tuple[int, Choice]] = []
         self.training = source.training
         self.register_load_state_dict_post_hook(SparseFFN._renew)
         self.marks = marks_of(source)
         self.follow(plan)
-        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in parts.owners]
+        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in found.owners]
 
     @classmethod
     def from_module(
@@ -166,8 +163,6 @@ class SparseFFN(nn.Module, StandIn):
 
         Raises InputError for a plan of another shape, and for a path that does not compute this layer."""
         d_ff, d_model = self.up.weight.shape
-        if plan is not None and not isinstance(plan, (LayerPlan, Choice)):
-            raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
         if plan is None:
             plan = DENSE if self.acts is None else Choice()
         if isinstance(plan, LayerPlan):
@@ -175,6 +170,8 @@ class SparseFFN(nn.Module, StandIn):
             if found != own:
                 sizes = "d_model {}, d_ff {}, gated {}"
                 raise InputError(f"the plan is for {sizes.format(*found)}; {sizes.format(*own)} is accepted")
+        elif not isinstance(plan, Choice):
+            raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
         choices = [*plan.choices.items()] if isinstance(plan, LayerPlan) else [(1, plan)]
         for choice in {choice for _, choice in choices}:
             choice.check(d_ff)
@@ -200,11 +197,9 @@ class SparseFFN(nn.Module, StandIn):
 
     def _check_path(self, name: str) -> None:
         path = PATHS[name]
-        if path.name == DENSE.path:
-            return
         if path.cuts and self.kept is None:
             raise InputError(f"path {name!r} {ONLY_CUT}")
-        if not path.cuts and self.acts is None:
+        if not path.cuts and self.acts is None and name != DENSE.path:
             what = self.formula["cut"] or kind_of(self.formula["acts"])
             others = ", ".join(map(repr, [DENSE.path, *(FOR_CUT if self.kept else ())]))
             raise InputError(f"path {name!r} does not compute this layer ({what}); accepted: {others}")
@@ -214,9 +209,9 @@ class SparseFFN(nn.Module, StandIn):
             raise type(error)(f"path {name!r}: {error}") from None
 
     def restore(self) -> None:
-        """Put the neurons back in the order that they had, and store the weights as they were."""
+        """Put the neurons back in the order that they had, and store the weights by rows."""
         if self.order is not None or any(PATHS[c.path].reads for _, c in self.choices):
-            storage.restore(self.parts, self.order, self._turned)
+            storage.restore(self.parts, self.order)
         self.order = None
 
     def choice(self, tokens: int) -> Choice:
@@ -227,23 +222,20 @@ class SparseFFN(nn.Module, StandIn):
         """Return what the layer, as it is now, computes of so many tokens (None: of the most): its choice, or "dense: "
         and why."""
         choice = self.choices[-1][1] if tokens is None else self.choice(tokens)
-        weights = self.weights()
-        why = "a projection was replaced, hooked or adapted" if not is_plain(self) else ""
-        if why := why or PATHS[choice.path].refuses(self, weights):
-            return f"{DENSE}: {why}"
-        return str(choice)
+        why = "" if is_plain(self) else "a projection was replaced, hooked or adapted"
+        why = why or PATHS[choice.path].refuses(self, self.weights())
+        return f"{DENSE}: {why}" if why else str(choice)
 
     def learn(self, path: str | None) -> None:
         """Choose the path where gradients are needed: "dense" for all neurons, "twell" for those that fire, None for
-        "dense" where the plan says so for inputs of that size, and "twell" otherwise. Raises InputError for another."""
+        what the plan says of so many tokens. Raises InputError for another."""
         if path not in (None, "dense", "twell"):
             raise InputError(f"path is {path!r}; 'dense', 'twell' and None are accepted")
         self.learning = path
         self._prepared.clear()
 
     def tell(self, told: list[tuple] | None) -> None:
-        """Append to `told` at each forward from now on; None: stop (layers.terms). Each layer gets a list of its own:
-        under FSDP2 layers are compiled one by one, and share a graph as long as they do not differ in anything."""
+        """Append to `told`, a list of this layer's own, at each forward from now on; None: stop (layers.terms)."""
         self.told = told
         if told is not None and not self.reports:
             self.reports = True
@@ -309,15 +301,9 @@ class SparseFFN(nn.Module, StandIn):
             self._know_activation()
         return not self.drops
 
-    @property
-    def may_drop(self) -> bool:
-        """Return whether a forward drops hidden activations at random, unless the rate is 0."""
-        return self.training and self._drop[0] is not None
-
-    @property
-    def drops(self) -> bool:
-        """Return whether a forward may drop hidden activations at random."""
-        return self.may_drop and self._drop[0].p > 0
+    # Whether a forward drops hidden activations at random, whatever the rate, and at the rate that it has.
+    may_drop = property(lambda self: self.training and self._drop[0] is not None)
+    drops = property(lambda self: self.may_drop and self._drop[0].p > 0)
 
     def _traced(self, x: Tensor) -> Tensor:
         """Return what torch.compile sees: one operator, or torch's operations, which it fuses."""
@@ -345,20 +331,21 @@ class SparseFFN(nn.Module, StandIn):
         return functional.infer(x, *weights, chosen[1], chosen[2], self.tile, self.words, self.acts)
 
     def by_kept_inputs(self, x: Tensor, weights: Weights) -> Tensor:
-        """Compute a layer with thresholds on its inputs as two operators (ops.kept_inputs). Where thresholds differ by
-        column (WINA), zeros are set before each, and the operators have no threshold."""
+        """Compute a layer with thresholds on its inputs as two operators (ops.kept_inputs), without a threshold where
+        these differ by column (WINA)."""
         gate, up, down, gate_bias, up_bias, down_bias = weights
         first = (up, None, up_bias, None) if gate is None else (gate, up, gate_bias, up_bias)
         product, kept, cut = torch.ops.twell_lab.kept_inputs, self.kept, self.formula["cut"]
         h = product(zeroed(x, cut.input) if cut.by_column else x, *first, kept.inputs, kept.kind)
         return product(zeroed(h, cut.hidden) if cut.by_column else h, down, None, down_bias, None, kept.hidden, None)
 
+    # The next two are asked while code is traced, not before each call.
+
     def _is_plain(self) -> bool:
-        """Return `is_plain`: asked while code is traced, not before each call."""
         return is_plain(self)
 
     def _is_fit(self) -> bool:
-        """Return whether the weights lie as its paths read them: asked while code is traced, too."""
+        """Return whether the weights lie as its paths read them."""
         weights = self.weights()
         if any(t is not None and t.dtype != weights.up.dtype for t in weights):
             return False
@@ -377,7 +364,7 @@ class SparseFFN(nn.Module, StandIn):
         traced = torch.compiler.is_compiling()
         alone = not self.registered or isinstance(self.source, Expert)
         if alone or traced and self._is_plain() and not self.formula["cut"]:
-            return formula(parts_of(self.source), x, self.formula["both"], self.report)
+            return formula(parts_of(self.source)._replace(both=self.formula["both"]), x, self.report)
         if traced:
             return self.source.forward(x)
         down = getattr(self.source, self._family.down)
@@ -448,21 +435,17 @@ class HandOn(Over):
         self.seat, self.up = seat, up
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[-1] == self.seat.d_model and not (self.up and not is_plain(self.seat.sparse)):
-            return x
-        return self.beneath(x)
+        hands_on = x.shape[-1] == self.seat.d_model and (not self.up or is_plain(self.seat.sparse))
+        return x if hands_on else self.beneath(x)
 
 
 class Seat:
     """The place of the activation in a block that calls its projections itself, so that there is no module to swap: a
-    SparseFFN takes it and does all the work, and the projections hand on what they get.
-
-    Who has to compute is told by the width of what comes in, [..., d_model] or [..., d_ff], which are never the same
-    here. The up projection hands its input on only while all parts are as they were when they were swapped."""
+    SparseFFN takes it and does all the work, and the projections hand on what they get, the first one only while all
+    parts are as they were. Who has to compute is told by the width of what comes in, [..., d_model] or [..., d_ff]."""
 
     def __init__(self, sparse: nn.Module, block: nn.Module) -> None:
         parts = parts_of(block)
-        assert parts is not None
         self.sparse, self.block, self.family, self.activation = sparse, block, parts.family, parts.acts
         self.d_model = parts.up.weight.shape[1]
         put(block, self.family.activation, sparse)

@@ -7,7 +7,7 @@ columns of down. That is an equivalent model, which optimizers, averages, masks 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,74 +24,60 @@ def rewrite(
     reads: Mapping[str, str],
     order: Sequence[int] | None = None,
     tied: Collection[int] = (),
-    *,
-    back: bool = False,
 ) -> str:
     """Store the weights of gate, up and down as `reads` says, by the names "gate", "up" and "down": by ROWS or COLUMNS.
 
     order: the neurons, the one that comes first first; None leaves them. tied: ids of parameters that others have, too,
-    which are not put in another order. back: the order is that of before, which takes gradients along. Returns "", or
-    why nothing was changed."""
-    work = {id(weight): (name, *one) for name, *one, weight in _each(parts) if name in reads or order is not None}
-    if why := next(filter(None, (_fixed(part) for _, part, _ in work.values())), ""):
+    which are not put in another order. Returns "", or why nothing was changed."""
+    work = [(name, part) for name, part in _stored_once(parts) if name in reads or order is not None]
+    if why := next(filter(None, (_fixed(part) for _, part in work)), ""):
         return why
-    if order is not None and not back:
-        own = [p for _, part, _ in work.values() for p in owner_of(part)._parameters.values() if p is not None]
-        if any(getattr(part, "index", None) is not None for _, part, _ in work.values()):
+    if order is not None:
+        own = [p for _, part in work for p in owner_of(part)._parameters.values() if p is not None]
+        if any(getattr(part, "index", None) is not None for _, part in work):
             return "its weights lie in one tensor with those of other experts"
         if any(id(p) in tied for p in own):
             return "its weights are tied to other modules', which need their order"
         if any(p.grad is not None for p in own):
             return "its weights have gradients, which have their order"
-    for name, part, transposed in work.values():
-        weight, bias = _stored(part)
-        assert weight is not None
-        with torch.inference_mode(weight.is_inference()), torch.no_grad():
-            data, last = weight.data, int((name == "down") != transposed)
-            if order is not None:
-                halves = range(data.shape[last] // len(order))  # two where gate and up are one
-                index = torch.cat([torch.tensor(order, device=data.device) + half * len(order) for half in halves])
-                data = data.index_select(last, index)
-                if weight.grad is not None:
-                    weight.grad = weight.grad.index_select(last, index)
-                if bias is not None and name != "down":
-                    bias.data = bias.data.index_select(0, index)
-                    bias.grad = bias.grad if bias.grad is None else bias.grad.index_select(0, index)
-            _store(weight, data, (reads.get(name) == COLUMNS) != transposed)
+    for name, part in work:
+        _lay(name, part, order, reads.get(name) == COLUMNS)
     return ""
 
 
-def turned_in(parts: Sequence[Projection | None]) -> set[int]:
-    """Return the ids of the weights that have the strides of a transpose as the model has them."""
-    weights = [weight for *_, weight in _each(parts) if weight is not None]
-    return {id(w) for w in weights if not w.is_contiguous() and w.dim() == 2 and is_turned(w)}
+def restore(parts: Sequence[Projection | None], order: Sequence[int] | None) -> None:
+    """Store the weights contiguously, with the neurons, and their gradients, as they were before `rewrite` was given
+    `order`; what cannot be stored otherwise by now stays, and in an order all of them."""
+    work, fixed = [*_stored_once(parts)], [bool(_fixed(part)) for _, part in _stored_once(parts)]
+    back = None if order is None or any(fixed) else torch.tensor(order).argsort().tolist()
+    for (name, part), stays in zip(work, fixed):
+        if not stays:
+            _lay(name, part, back, getattr(part, "transposed", False))
 
 
-def restore(parts: Sequence[Projection | None], order: Sequence[int] | None, turned: Collection[int] = ()) -> None:
-    """Store the weights contiguously, those with these ids by columns, with the neurons as they were before `rewrite`
-    was given `order`."""
-    if order is not None:
-        rewrite(parts, {}, torch.tensor(order).argsort().tolist(), back=True)
-    for _, part, _, weight in _each(parts):
-        if not _fixed(part):
-            with torch.inference_mode(weight.is_inference()), torch.no_grad():
-                _store(weight, weight.data, id(weight) in turned)
+def _stored_once(parts: Sequence[Projection | None]) -> list[tuple[str, Projection]]:
+    """Return the projections by name, those that share a parameter once."""
+    named = [(name, part) for name, part in zip(("gate", "up", "down"), parts) if part is not None]
+    return list({id(_stored(part)[0]): (name, part) for name, part in named}.values())
 
 
-def _each(parts: Sequence[Projection | None]) -> Iterator[tuple]:
-    """Yield the name of each projection that is there, itself, whether it is stored transposed, and its parameter."""
-    for name, part in zip(("gate", "up", "down"), parts):
-        if part is not None:
-            yield name, part, bool(getattr(part, "transposed", False)), _stored(part)[0]
-
-
-def _store(weight: Parameter, data: Tensor, turned: bool) -> None:
-    if turned and not is_turned(data if data.dim() == 2 else data[0]):
-        data = data.transpose(-1, -2).contiguous().transpose(-1, -2)
-    elif not turned:
-        data = data.contiguous()
-    if data is not weight.data:
-        weight.data = data
+def _lay(name: str, part: Projection, order: Sequence[int] | None, by_columns: bool) -> None:
+    """Store a projection's weight by its columns or rows, and its neurons in this order, with bias and gradients."""
+    (weight, bias), transposed = _stored(part), bool(getattr(part, "transposed", False))
+    assert weight is not None
+    with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        across = int((name == "down") != transposed)  # the dimension of the neurons
+        halves = range(0 if order is None else weight.shape[across] // len(order))  # two where gate and up are one
+        for t, dim in ((weight, across), (None if name == "down" else bias, 0)) if order is not None else ():
+            if t is not None:
+                index = torch.cat([torch.tensor(order, device=t.device) + half * len(order) for half in halves])
+                t.data = t.data.index_select(dim, index)
+                t.grad = None if t.grad is None else t.grad.index_select(dim, index)
+        data = weight.data
+        if by_columns == transposed:
+            weight.data = data.contiguous()
+        elif not is_turned(data if data.dim() == 2 else data[0]):
+            weight.data = data.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def _stored(part: Projection) -> tuple[Parameter | None, Parameter | None]:

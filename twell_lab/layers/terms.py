@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -22,10 +22,9 @@ from torch.autograd.function import FunctionCtx
 
 from ..core import InputError
 from ..ops.activation import RELU
-from ..ops.checks import all_finite, plain_eager, watched
+from ..ops.checks import plain_eager, watched
 from .find import firing_layers
-from .parts import owner_of
-from .paths.path import hides_host
+from .paths import hides_host
 
 DENSE, SPARSE = "dense", "twell"  # the paths of ops.train
 # A token at which more than this share of the neurons fires is a heavy one: as a few among many tokens it costs the
@@ -36,10 +35,9 @@ HEAVY = 0.07
 class LayerTerm(NamedTuple):
     """One layer's part in one forward pass: float32 scalars, of which l1 alone has a gradient.
 
-    l1: the sum over neurons of |h|, averaged over tokens. nnz: how many neurons fire at a token on average. lost: the
-    share of tokens that the sparse kernels finished from the dense weights (ops.survivors); None where they did not
-    run. heavy: the share of tokens at which more than HEAVY of the neurons fire, and light: nnz with none firing at
-    these; None in a layer that was not swapped."""
+    l1: the sum over neurons of |h|, averaged over tokens. nnz: how many neurons fire at a token on average. Of swapped
+    layers alone, else None: lost, the share of tokens that the sparse kernels finished from the dense weights; heavy,
+    the share of tokens at which more than HEAVY of the neurons fire; and light, nnz with none firing at these."""
 
     name: str
     l1: Tensor
@@ -64,8 +62,7 @@ def learn(layer: nn.Module, x: Tensor, weights: tuple, path) -> Tensor:
     weights: gate, up, down and the three biases. path: the planned Path; its `learns` counts where `learn` of the layer
     was given none. Once asked to report, a layer always takes the operator that can: a forward that is recomputed
     (checkpointing) must save what the first one saved."""
-    way = _way(layer, x, path)
-    if way is None:
+    if (way := _way(layer, x, path)) is None:
         return layer.dense(x)
     from ..ops.train import train
 
@@ -77,8 +74,7 @@ def prepare(layer: nn.Module, x: Tensor, weights: tuple, path) -> Callable[[Tens
     change than a layer looks at before each call: autocast, the rate of a dropout, weights that are computed."""
     if layer.may_drop or not plain_eager() or watched(*weights) or not all(t is None or t.is_leaf for t in weights):
         return None
-    way = _way(layer, x, path)
-    if way is None:
+    if (way := _way(layer, x, path)) is None:
         return layer.dense
     from ..ops import train
 
@@ -94,7 +90,6 @@ def _way(layer: nn.Module, x: Tensor, path) -> str | None:
 
 
 def _reported(layer: nn.Module, y: Tensor, l1: Tensor, facts: Tensor, d_ff: int) -> Tensor:
-    """Report of a layer with these results (ops.train.train), where somebody asks; returns y."""
     if layer.told is not None:
         from ..ops.train import counts
 
@@ -116,9 +111,7 @@ def of_hidden(h: Tensor) -> tuple[Tensor, ...]:
 def _refuse_reentrant() -> None:
     """Raise InputError where a layer runs inside the forward of an autograd.Function, as under reentrant checkpointing:
     gradients are off there, and the term would have none."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
-    frame = sys._getframe(1)
+    frame = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
@@ -131,11 +124,7 @@ def _refuse_reentrant() -> None:
 
 def _reporting(told: list[tuple]) -> Callable:
     # A closure: what torch.compile of torch 2.11 appends to a list among a function's defaults is lost.
-
-    def hook(module: nn.Module, args: tuple) -> None:
-        told.append(of_hidden(args[0]))
-
-    return hook
+    return lambda module, args: told.append(of_hidden(args[0]))
 
 
 # ---- the terms of a model
@@ -146,33 +135,23 @@ class LayerTerms(Sequence[LayerTerm]):
     passes are told apart by counting, which is wrong where a layer is skipped in one of several, or runs twice. told:
     what each layer said in them, by its name."""
 
-    def __init__(self, told: dict[str, list[tuple]], layers: list) -> None:
-        self.told, self._layers = told, layers
-
-    def _all(self) -> list[LayerTerm]:
-        passes = zip_longest(*self.told.values())
-        return [LayerTerm(name, *term) for row in passes for name, term in zip(self.told, row) if term is not None]
+    def __init__(self, told: dict[str, list[tuple]]) -> None:
+        self.told = told
 
     def __len__(self) -> int:
         return sum(map(len, self.told.values()))
 
-    def __getitem__(self, at):
-        return self._all()[at]
-
     def __iter__(self) -> Iterator[LayerTerm]:
-        return iter(self._all())
+        passes = zip_longest(*self.told.values())
+        return (LayerTerm(name, *term) for row in passes for name, term in zip(self.told, row) if term is not None)
+
+    def __getitem__(self, at):
+        return [*self][at]
 
     def clear(self) -> None:
         """Forget them, as between the parts of a step."""
         for told in self.told.values():
             told.clear()
-
-    def finite(self) -> Tensor:
-        """Return whether every weight and bias of these layers is finite now, a bool scalar on their device. A NaN in
-        the weights of a silent neuron would show in a dense layer's loss; sparse kernels never read it."""
-        parts = [part for layer in self._layers for part in (layer.gate, layer.up, layer.down) if part is not None]
-        owned = {id(p): p.detach() for part in parts for p in owner_of(part).parameters() if p.numel()}
-        return all_finite([*owned.values()])
 
 
 @contextmanager
@@ -185,15 +164,11 @@ def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     layer runs under reentrant checkpointing (use_reentrant=True)."""
     layers = firing_layers(model)
     told: dict[str, list[tuple]] = {layer.name: [] for layer in layers}
-    sparse = [layer for layer in layers if hasattr(layer.module, "told")]
-    dense = [layer for layer in layers if not hasattr(layer.module, "told")]
-    hooks = [layer.down.register_forward_pre_hook(_reporting(told[layer.name])) for layer in dense]
-    try:
-        for layer in sparse:
-            layer.module.tell(told[layer.name])
-        yield LayerTerms(told, layers)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer in sparse:
-            layer.module.tell(None)
+    with ExitStack() as undo:
+        for layer in layers:
+            if hasattr(layer.module, "tell"):
+                undo.callback(layer.module.tell, None)
+                layer.module.tell(told[layer.name])
+            else:
+                undo.callback(layer.down.register_forward_pre_hook(_reporting(told[layer.name])).remove)
+        yield LayerTerms(told)

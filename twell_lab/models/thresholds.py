@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import records
-from ..analysis.running import ALL, Gate, Rows, hidden_by, run, vocabulary_of
+from ..analysis.running import ALL, Gate, Rows, run, vocabulary_of
 from ..analysis.saved import Saved
 from ..core import InputError
 from ..layers.activations import kind_of
@@ -41,7 +41,7 @@ from ..layers.experts import experts_of
 from ..layers.families import accepted
 from ..layers.find import FeedForward, Only, check_model, cut_places, selected
 from ..layers.lossy import HIDDEN, INPUT, ThresholdedActivation, ThresholdedInput, lossy_parts
-from ..layers.parts import named_family, parts_of, put, uncompiled
+from ..layers.parts import hidden_of, named_family, parts_of, put, uncompiled
 from ..layers.probe import check_all, title
 from ..layers.sparse_ffn import SparseFFN
 
@@ -124,7 +124,7 @@ class LayerCalibration:
     def output(self, thresholds: dict[str, float]) -> Tensor:
         """Compute what the layer gives for `rows` with these thresholds, float64 [n, d_model]."""
         down, bounds = self.layer.down, {site: value / self.scales[site] for site, value in thresholds.items()}
-        return F.linear(hidden_by(self.layer, self.rows, bounds), down.weight, down.bias).double()
+        return F.linear(hidden_of(self.layer, self.rows, bounds), down.weight, down.bias).double()
 
     @cached_property
     def exact(self) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..core import InputError
 from ..cuda.launch import Buffer, Call, capability, layout, run
 from ..layers.parts import Weights
-from ..layers.paths.path import Converted
+from ..layers.paths import Converted
 from ..ops import int8 as kernels
 from ..ops.activation import RELU
 from ..ops.pack import pack

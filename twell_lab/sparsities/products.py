@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from ..core import TwellError
 from ..layers.parts import Weights
-from ..layers.paths import Path
-from ..layers.paths.path import Converted
+from ..layers.paths import Converted, Path
 from ..ops.activation import Activation
 from .checks import refusals
 

@@ -22,9 +22,8 @@ from torch.nn.functional import linear
 from twell_lab.cuda import launch
 from twell_lab.formats.twell import TILE, WORDS
 from twell_lab.layers.choice import Choice, one_of_each
-from twell_lab.layers.parts import NAMES as WEIGHTS
 from twell_lab.layers.parts import Weights
-from twell_lab.layers.paths.twell import STEP
+from twell_lab.layers.paths import STEP
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.ops import accuracy, decode, dispatch, functional, gate_pack, train
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
@@ -34,7 +33,7 @@ _GEOMETRIES = ((TILE, WORDS), (TILE, WORDS), (64, 17), (32, 33), (100, 5), (8, 3
 _CPU_WIDTHS = (1, 2, 3, 5, 7, 8, 12, 16, 24, 33, 64, 100, 128, 200, 257)
 # The kernels are compiled for each width that 8 divides; a kernel for any width takes the others.
 _GPU_WIDTHS = (64, 264, 768, 2048, 1, 7, 100, 333)
-NAMES = ("x", *WEIGHTS[:6])
+NAMES = ("x", *Weights._fields[:6])
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ...bench import rows as bench_rows
 from ...bench.comparison import SCATTERED, TALL, Shape, quantile
 from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, PREDICTED, RANK, SHARES, SPLIT, TILES, sizes_for
 from ...layers.choice import Choice
-from ...layers.paths.twell import STEP
+from ...layers.paths import STEP
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for

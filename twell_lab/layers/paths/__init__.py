@@ -1,12 +1,234 @@
-"""The ways through a feed-forward layer. PATHS has each by the name that plans, records and the operator know it by. A
-new one is a file here and a line below; or a file of a room above, which hands it down (`Registry.further`)."""
+"""The ways through a feed-forward layer: which layers each takes, how it wants the weights to lie, its forward pass,
+and what that costs. PATHS has each by the name that plans, records and the operator know it by. A new one is a class
+here and a line below; or a file of a room above, which hands it down (`Registry.further`)."""
 
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from .path import Dense, Path
-from .twell import HotCold, Twell
+import torch
+from torch import Tensor, nn
 
-_HANDS_DOWN = "twell_lab.sparsities"  # fills `further`; imported when a name is asked for that is not here
+from ...core import TwellError
+from ...formats.twell import TILE, WORDS
+from ...ops import functional
+from ...ops.activation import RELU
+from ...ops.checks import is_turned
+from ..parts import Weights
+from ..storage import COLUMNS, ROWS
+
+if TYPE_CHECKING:
+    from .cost import Rates, Work
+
+STEP = 256  # hot sizes are multiples of this, so that the cold part starts with a whole tile
+_WORD_BYTES = 4
+_HANDS_DOWN = "twell_lab.sparsities"  # fills `Registry.further`; imported when a name is asked for that is not here
+
+
+class Path:
+    """One way through a layer. It has no state.
+
+    name: what plans, records and the operator call it. packs: whether neurons that fire are packed. splits: whether a
+    choice of it says how many neurons, the first ones, are hot. exact: whether it computes the layer's function, but
+    for rounding. patterned: whether it takes a layer for where the zeros of its weights lie; then it is timed on those.
+    learns: the path of ops.train where gradients are needed. cuts: whether it is for layers with thresholds on their
+    inputs, which take these paths and dense alone. reads: of "gate", "up" and "down" those that it reads by rows or by
+    columns (layers.storage)."""
+
+    name: str
+    packs = True
+    splits = False
+    exact = True
+    patterned = False
+    cuts = False
+    learns = "twell"
+    reads: Mapping[str, str] = {}
+
+    def sizes(self, d_ff: int) -> Sequence[int]:
+        """Return how many neurons may be hot in a layer of d_ff: empty where the path cannot take it."""
+        return (0,)
+
+    def helps(self, tokens: int, rates: Rates) -> bool:
+        """Return whether so many tokens go another way here than on the dense path, on a device of these rates."""
+        return True
+
+    def fitted(self, weights: Weights) -> Path:
+        """Return the path for a layer with these weights, on which its `cost` may depend; or raise a TwellError."""
+        return self
+
+    def refuses(self, layer: nn.Module, weights: Weights) -> str:
+        """Return why the layer, as it is now, computes densely in the place of this path; "" where it does not."""
+        for name, how in self.reads.items():
+            weight = getattr(weights, name)
+            if weight is not None and not (is_turned(weight) if how == COLUMNS else weight.is_contiguous()):
+                return f"{name} does not lie as this path reads it: {layer.why or 'it was moved or replaced'}"
+        return ""
+
+    def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Tensor:
+        """Return the layer's output for x [..., d_model], without gradients."""
+        return functional.infer(x, *weights, self.name, hot, layer.tile, layer.words, layer.acts)
+
+    def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor] | None:
+        """Return a function that does `forward` on a GPU for any x like this one; None where it is not worth it."""
+        from ...ops import dispatch
+
+        return dispatch.prepare(x, weights, self.name, hot, layer.tile, layer.words, layer.acts)
+
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float] | None:
+        """Return the seconds that one call should take, by what they go to: gemm, rows, memory, launches, lost; None
+        where only a clock can say it."""
+        return None
+
+
+class Dense(Path):
+    """The dense module itself; on a Hopper GPU, from dispatch.LEAST_HIDDEN tokens, relu(gate) * up in one GEMM."""
+
+    name = learns = "dense"
+    packs = False
+
+    def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Tensor:
+        return super().forward(layer, x, weights, 0) if self._fuses(layer, x, weights) else layer.dense(x)
+
+    def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor] | None:
+        if self._fuses(layer, x, weights):
+            return super().prepare(layer, x, weights, 0)
+        return layer.source.forward if layer.registered else None
+
+    @staticmethod
+    def _fuses(layer: nn.Module, x: Tensor, weights: Weights) -> bool:
+        if not x.is_cuda or torch.compiler.is_compiling() or layer.acts != RELU or weights.gate is weights.up:
+            return False
+        from ...ops import dispatch
+
+        return hides_host(x) and dispatch.fuses(weights.up)
+
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        gemm, values = dense_parts(work)
+        launches = 2 if work.fuses_dense else 5 if work.firing.gated else 3
+        return {"gemm": gemm, "rows": 0.0, "memory": values, "launches": launches * work.rates.launch, "lost": 0.0}
+
+
+def hides_host(x: Tensor) -> bool:
+    """Return whether x has so many tokens that the GPU works longer than the host: where not, torch's own operations,
+    which cost the host least, are the fastest dense layer."""
+    from ...ops import dispatch
+
+    return x.shape[:-1].numel() >= dispatch.LEAST_HIDDEN
+
+
+def dense_parts(work: Work) -> tuple[float, float]:
+    """Return the seconds of the GEMMs, and of relu and multiply over the values between them."""
+    values = 0 if work.fuses_dense else (5 if work.firing.gated else 2) * work.tokens * work.firing.d_ff * work.itemsize
+    return work.gemm(work.firing.d_ff, work.firing.d_model, work.gemms), values / work.rates.bandwidth
+
+
+class Twell(Path):
+    """The neurons that fire are packed while the gate's GEMM still holds them, and the rest of the layer is computed
+    for these entries alone: each costs one row of `down` transposed, and in a gated layer one of `up`."""
+
+    name = "twell"
+    reads = {"gate": ROWS, "up": ROWS, "down": COLUMNS}
+
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        launches = 2 if work.fuses_gate or work.few else 3
+        return packed_cost(work, 0, work.fuses_gate, work.gemm(work.firing.d_ff, work.firing.d_model), 0, launches)
+
+
+class HotCold(Twell):
+    """TwELL, but for the first `hot` neurons, those that fire most, which are computed densely; the sum of both is
+    rounded once. A layer that is given a LayerPlan with this path has its neurons put in order (layers.storage); one
+    that is given a Choice keeps the order that it has."""
+
+    name = "hot_cold"
+    splits = True
+
+    def sizes(self, d_ff: int) -> range:
+        return range(STEP, d_ff, STEP)
+
+    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
+        d_model, tokens, fused = work.firing.d_model, work.tokens, work.fuses_gate
+        gemm = work.gemm(work.firing.d_ff - hot, d_model) + work.gemm(hot, d_model, work.gemms)
+        moved = 2 * tokens * hot * work.itemsize + 2 * tokens * d_model * 4
+        launches = (2 if fused or work.few else 3) + (2 if fused else 5)
+        return packed_cost(work, hot, fused, gemm, moved, launches)
+
+
+def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, launches: int) -> dict[str, float]:
+    """Return the seconds of a call that packs all but the `hot` most used neurons, by what they go to (Path.cost).
+
+    gemm: seconds of its GEMMs. moved: bytes that are read and written besides x, y and what is packed. launches: their
+    number, without those of the pieces that a fused call is cut into."""
+    firing, tokens, itemsize, rates = work.firing, work.tokens, work.itemsize, work.rates
+    cold, few = firing.d_ff - hot, work.few
+    a_row = math.ceil(cold / TILE) * (WORDS * _WORD_BYTES + 32)  # written whole, read as far as it is used
+    packed = 0 if work.lists else tokens * a_row
+    values = 0 if fused or few else 2 * tokens * cold * itemsize
+    lost = 0.0 if few else firing.lost(hot)  # the kernels for few tokens take any number of entries
+    heavy, entries = firing.heavy(hot) if fused else (0.0, 0.0)
+    pieces = 2 * work.pieces if fused else 0
+    return {
+        "gemm": gemm,
+        "rows": work.rows(firing.frequency[hot:]) * (1 - entries),
+        "memory": (2 * tokens * firing.d_model * itemsize + packed + values + moved) / rates.bandwidth,
+        "launches": (launches + pieces) * rates.launch,
+        "lost": max(lost, heavy) * sum(dense_parts(work)),
+    }
+
+
+def hot_first(counts: Tensor, hot: int) -> Tensor:
+    """Return an order of the neurons, int64: first the `hot` with the highest counts, by count; then the others, dealt
+    to tiles of 256 like cards, back and forth, so that every tile gets its share of those that still fire often. Equal
+    counts keep their order."""
+    order = counts.argsort(descending=True, stable=True)
+    rest = order[hot:]
+    place = torch.arange(rest.numel(), device=rest.device)
+    tile, slot, tiles = place // STEP, place % STEP, -(-rest.numel() // STEP)
+    turn = slot * tiles + torch.where(slot % 2 == 1, tiles - 1 - tile, tile)
+    dealt = torch.empty_like(rest)
+    dealt[turn.argsort()] = rest
+    return torch.cat([order[:hot], dealt])
+
+
+class Converted(Path):
+    """A path that computes with another representation of the weights, which the layer owns: made once, and made again
+    by one hook when a state is loaded, as in quantised layers everywhere. Gradients are dense."""
+
+    learns = "dense"
+    packs = False
+
+    @abstractmethod
+    def make(self, weights: Weights) -> Any:
+        """Return what `compute` needs, or raise a TwellError for weights that the path does not take."""
+
+    @abstractmethod
+    def compute(self, layer: nn.Module, x: Tensor, weights: Weights, form: Any) -> Tensor:
+        """Return the layer's output for x [..., d_model], from what `make` returned."""
+
+    def fitted(self, weights: Weights) -> Path:
+        functional.check_finite({name: t for name, t in weights.named().items() if not name.endswith("bias")})
+        return self
+
+    def refuses(self, layer: nn.Module, weights: Weights) -> str:
+        if self.name not in layer.forms:
+            try:
+                Converted.fitted(self, weights)
+                plain = {id(t): None if t is None else t.detach() for t in weights}  # what is there twice stays one
+                layer.forms[self.name] = self.make(Weights(*[plain[id(t)] for t in weights]))
+            except TwellError as error:
+                layer.forms[self.name] = error
+        form = layer.forms[self.name]
+        return str(form) if isinstance(form, TwellError) else ""
+
+    def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Tensor:
+        return self.compute(layer, x, weights, layer.forms[self.name])
+
+    def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor]:
+        form = layer.forms[self.name]
+        return lambda x: self.compute(layer, x, weights, form)
 
 
 class Registry(dict[str, Path]):

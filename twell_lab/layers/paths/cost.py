@@ -1,10 +1,9 @@
 """What a call's cost is counted from: the device's rates, how the layer fires, and how many tokens there are.
 
 An entry, one neuron that fires for one token, costs two rows of d_model values in a gated layer (of up and of down) and
-one in a plain layer (of down). A GEMM takes as long as its operations at the matmul rate or its weights and values from
-memory, whichever is longer; for few tokens it is the latter. The rows of all neurons that fire come from memory once,
-whatever the number of tokens, and again where they do not fit the cache. Each launch adds its own time. Tokens for
-which more neurons fire than the packed form holds are computed densely once more."""
+one in a plain layer. A GEMM takes as long as its operations, or its weights and values from memory, whichever is more.
+The rows of all neurons that fire come from memory once, and again where they do not fit the cache. Each launch adds its
+own time. Tokens for which more neurons fire than the packed form holds are computed densely once more."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Rates:
     up and down (what more entries add to its time). matmul: operations a second (a large torch.mm). launch: seconds
     that one more launch (on a CPU: operation) takes. cache: bytes of the GPU's L2 cache, 0 where none is modelled.
     fuses: whether there are kernels that pack inside the gate GEMM and multiply inside the up GEMM; from how many
-    tokens they are taken is ops.dispatch's to say. Raises InputError for a rate that is not above 0."""
+    tokens they are taken is ops.dispatch's to say."""
 
     device: str
     dtype: str
@@ -39,13 +38,6 @@ class Rates:
     launch: float
     cache: int = 0
     fuses: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "l2", "matmul"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{name} is {getattr(self, name)!r}; a rate above 0 is accepted")
-        if not 0 <= self.launch < math.inf:
-            raise InputError(f"launch is {self.launch!r}; seconds from 0 up are accepted")
 
 
 @dataclass(frozen=True, eq=False)
