@@ -1,6 +1,7 @@
 """What a layer computes is asked beside its formula: what differs is said, what is the same in another way passes, and
 being asked changes nothing."""
 
+import functools
 import random
 import re
 
@@ -88,6 +89,26 @@ ALONE = {
 }
 
 
+def stored(on, name, value):
+    """A rule that sets something on a part of the layer."""
+
+    def rule(layer, x):
+        setattr(layer.get_submodule(on), name, value(x))
+        return layer.down_proj(hidden(layer, x))
+
+    return rule
+
+
+LEAVES = {
+    "sets last_hidden": stored("", "last_hidden", lambda x: x),
+    "sets rows": stored("", "rows", len),
+    "sets up_proj.given": stored("up_proj", "given", lambda x: x),
+    "sets act_fn.seen": stored("act_fn", "seen", lambda x: None),
+    "sets weights": stored("", "weights", lambda x: nn.Parameter(x.detach())),
+    "sets part": stored("", "part", lambda x: nn.Identity()),
+}
+
+
 # ---- gradients ----
 
 
@@ -131,10 +152,11 @@ SAID = [
         (rule, r"does not compute down\(act\(gate\(x\)\) \* up\(x\)\): in \w+ mode .* off|returns|OutOf|Error|writes")
         for rule in OTHERS.values()
     ),
+    *((rule, name) for name, rule in LEAVES.items()),
     *((rule, "for one row alone is 100% off") for rule in ALONE.values()),
     *((rule, "(the gradient of|its output with gradients|its output) .*off") for rule in GRADIENTS.values()),
 ]
-NAMES = [*OTHERS, *ALONE, *GRADIENTS]
+NAMES = [*OTHERS, *LEAVES, *ALONE, *GRADIENTS]
 
 
 @pytest.mark.parametrize("rule, said", SAID, ids=NAMES)
@@ -170,14 +192,21 @@ def cannot_be_trained(layer, x):
     return layer.down_proj(layer.act_fn(layer.gate_proj(x)).mul_(layer.up_proj(x)))
 
 
+class Remembers(Gated):
+    @functools.cached_property
+    def width(self):
+        return self.up_proj.in_features
+
+
 @pytest.mark.parametrize(
     "layer",
     [
         biased(raises_for_one_row),
         biased(cannot_be_trained),
+        Remembers(lambda layer, x: layer.down_proj(hidden(layer, x.reshape(*x.shape[:-1], layer.width)))),
         PlainFeedForward(D_MODEL, D_FF, "relu2"),
     ],
-    ids=["raises for one row", "cannot be trained", "squared"],
+    ids=["raises for one row", "cannot be trained", "remembers", "squared"],
 )
 def test_what_is_no_difference(layer):
     assert difference(layer) is None

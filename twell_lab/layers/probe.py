@@ -9,7 +9,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -38,8 +38,9 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
     mode, on ROWS rows at each of SCALES, and on one row alone; no hook is called. Compared are the output, row by row,
     and the gradients of x and of the projections' tensors where there are any, by their norms, which may be off by
     EXACT: in the weights' own dtype, and where the bits differ in float32 and then in float64. Of routed experts it is
-    the output alone. A module of its own also has to leave its input as it is. A layer that does something else for
-    other numbers of tokens, other values, after some calls, or in a second derivative, passes."""
+    the output alone. A module of its own also has to leave its input as it is, and to set nothing on itself that was
+    not there. A layer that does something else for other numbers of tokens, other values, after some calls, or in a
+    second derivative, passes."""
     try:
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             return _asked(module, both)
@@ -205,10 +206,13 @@ class _Trial:
         name."""
         twin, x = self.copy(training, scale), rows.clone().requires_grad_(learns)
         with torch.set_grad_enabled(learns), _same_random(x.device):
-            given = x * 1  # no leaf: a block may write to it
+            given, before = x * 1, set() if by_formula else _attributes(twin)  # no leaf: a block may write to it
             outputs = self.run(twin, given, by_formula)
-            if not self.inside and not by_formula and not torch.equal(given, x):
-                raise Other("writes to its input")
+            if not self.inside and not by_formula:
+                if not torch.equal(given, x):
+                    raise Other("writes to its input")
+                if left := sorted({name for name, _ in _attributes(twin) - before}):
+                    raise Other(f"sets {', '.join(left[:5])} in its forward")
             results = {f"its output {at or ''}".strip(): y for at, y in enumerate(outputs)}
             if learns:
                 results |= _gradients(twin, x, outputs)
@@ -258,6 +262,18 @@ def _gradients(twin: nn.Module, x: Tensor, outputs: list[Any]) -> dict[str, Tens
 
 def _tensors(table: dict) -> list[Tensor]:
     return [t for t in table.values() if isinstance(t, Tensor)]
+
+
+def _attributes(twin: nn.Module) -> set[tuple[str, object]]:
+    """Return what is set on a module and on those within it, such as a penalty that a training reads there: by name,
+    and which tensor or whether it is None. What a cached_property keeps is nobody's loss."""
+    return {
+        (f"{at}.{key}".lstrip("."), id(value) if isinstance(value, Tensor) else value is None)
+        for at, part in twin.named_modules()
+        for table in (vars(part), part._parameters, part._buffers, part._modules)
+        for key, value in table.items()
+        if not isinstance(getattr(type(part), key, None), cached_property)
+    }
 
 
 def _off(y: Any, wanted: Tensor, by_row: bool) -> float:
