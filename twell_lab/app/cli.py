@@ -151,7 +151,6 @@ COMMANDS: dict[str, Command] = {
         option("--out", "OUT", "save the thresholds here, as JSON"),
         option("--sparsity", "X", "the share of values to set to zero", 0.5),
         option("--method", "", "behind the gate, or at projections' inputs", "cats", choices=["cats", "teal", "wina"]),
-        option("--greedy", None, "give each layer its own sparsity, by measured errors"),
     ),
     "predict": Command(
         "model_commands:predict",

@@ -6,28 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..core import InputError, StackError, TwellError
+from ..core import InputError
 
 
-def opened(name: str | Path, exported_as_ours: bool = False) -> tuple[Path, Any, bool]:
-    """Return a model's folder, the model on the CPU as `tl.load` gives it, and whether it is one of this project's, as
-    one that `twell-lab export` wrote is where transformers is missing, or where that is asked for."""
+def opened(name: str | Path) -> tuple[Path, Any, bool]:
+    """Return a model's folder, the model on the CPU as `tl.load` gives it, and whether it is one of this project's."""
     from ..models import published
     from ..models.tiny import LanguageModel
 
-    def ours() -> Any:
-        try:
-            return LanguageModel.load(folder).eval()
-        except TwellError:
-            return None
-
     folder = published.folder_of(name)
-    if (model := ours() if exported_as_ours else None) is None:
-        try:
-            model = published.load(folder)
-        except StackError:
-            if (model := ours()) is None:
-                raise
+    model = published.load(folder)
     return folder, model, isinstance(model, LanguageModel)
 
 

@@ -141,13 +141,13 @@ def thresholds(options: argparse.Namespace) -> Answer:
     model, part, windows, _ = model_and_windows(options, 2 * options.windows)
     model.requires_grad_(False)
     # Every second window is calibrated on; the loss is measured on those between them.
-    chosen = choose(model, windows[::2].split(32), options.sparsity, method=options.method, greedy=options.greedy)
+    chosen = choose(model, windows[::2].split(32), options.sparsity, method=options.method)
     cost, bits, change = chosen.loss(model, windows[1::2]), None, ""
     if isinstance(model, LanguageModel):  # which predicts tokens whose bytes are known
         width = part.tokenizer.lengths[windows[1::2, 1:]].double().mean().item()
         bits = [nats / math.log(2) / width for nats in (cost.dense, cost.thresholded)]
         change = f"; {bits[0]:.4g} to {bits[1]:.4g} bits a byte"
-    value = {"model": str(options.model), "text": part.name, "greedy": options.greedy, "thresholds": chosen.table()}
+    value = {"model": str(options.model), "text": part.name, "thresholds": chosen.table()}
     value |= {key: getattr(chosen, key) for key in ("method", "sparsity", "tokens", "spared")}
     how = f"of {part.name}, every second window was calibrated on, the others measured"
     said = f"{chosen}\nthresholds: {cost}{change}; {how}"

@@ -118,7 +118,7 @@ def _speaker(name: Path) -> tuple[nn.Module, Callable[[str], Tensor], Callable[[
     from ..models import published
     from ..training.text.tokenizer import tokenizer_of
 
-    folder, model, own = opened(name, exported_as_ours=True)
+    folder, model, own = opened(name)
     tokenizer: Any = tokenizer_of(folder, model.config.vocabulary) if own else published.tokenizer_of(folder)
 
     def encode(text: str) -> Tensor:

@@ -181,11 +181,11 @@ def test_thresholds_are_chosen_saved_and_applied_by_the_line_for_python(ask, val
     assert loss["windows"] == 4 and loss["low"] <= loss["change"] <= loss["high"] and "lossy" in loss["label"]
     assert loss["bits_per_byte"][0] == pytest.approx(loss["dense"] / math.log(2))  # its tokens are bytes
     assert saved.layers[0].thresholds == {"activation": row["activation threshold"]}
-    shown = ask(*asked, "--method", "teal", "--greedy", "--out", out).out
+    shown = ask(*asked, "--method", "teal", "--out", out).out
     (line,) = re.findall(r"in\s+Python:\n +(.*)", shown)
     lossy = eval(line, {"tl": tl})
     assert isinstance(lossy, LanguageModel) and "lossy" in str(lossy)
-    assert "teal, sparsity 0.5, greedy" in shown and "bits a byte" in shown
+    assert "teal, sparsity 0.5, from" in shown and "bits a byte" in shown
     assert "sparsity is 1.0" in refused(*asked, "--sparsity", "1")
 
 
@@ -198,7 +198,7 @@ def test_a_silu_model_of_transformers_gets_thresholds(value, refused, llama, lon
     assert [row["activation density"] for row in found["thresholds"]] == pytest.approx([0.5, 0.5], abs=0.01)
     assert found["loss"]["bits_per_byte"] is None and found["loss"]["tokens"] == 3 * 63
     assert (found["model"], found["text"], found["tokens"]) == (str(llama), "long.txt", 3 * 64)
-    assert (found["method"], found["sparsity"], found["greedy"]) == ("cats", 0.5, False)
+    assert (found["method"], found["sparsity"]) == ("cats", 0.5)
     tl.Thresholds.load(out).apply(tl.load(llama))
 
 
