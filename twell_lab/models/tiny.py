@@ -248,7 +248,11 @@ class LanguageModel(nn.Module):
         try:
             entries = read_json(folder / "config.json", "model")
             if not isinstance(entries, dict) or type(entries.get("format")) is not int or entries["format"] != FORMAT:
-                raise InputError(f"config.json is not of format {FORMAT}, the one read (tl.load reads others, too)")
+                had = {name: entries.get(name) for name in ("format", "model_type")} if isinstance(entries, dict) else entries
+                raise InputError(
+                    f"config.json has {had!r:.80}; accepted: format {FORMAT}, as LanguageModel.save writes it (tl.load "
+                    "reads models of transformers, too)"
+                )
             del entries["format"]
             config, weights = ModelConfig(**entries), safetensors.torch.load_file(folder / "model.safetensors")
             if wrong := [name for name, weight in weights.items() if not weight.dtype.is_floating_point]:
