@@ -190,7 +190,7 @@ def train(options: Namespace) -> Answer | None:
 
 
 def prepare(options: Namespace) -> Answer:
-    from ..training.text.prepared import prepare
+    from ..training.text.source import prepare
 
     with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
         on_bytes = lambda size: bar.update(size - bar.n)  # noqa: E731

@@ -29,8 +29,7 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> 
     one that training saved in its folder, or as bytes."""
     from ..models import published
     from ..training.checkpoint import text_of
-    from ..training.text.prepared import is_prepared, load_any
-    from ..training.text.source import spread_windows
+    from ..training.text.source import is_prepared, load_any, spread_windows
     from ..training.text.tokenizer import tokenizer_of
 
     folder, model, own = opened(options.model)

@@ -130,7 +130,9 @@ def generate(model: nn.Module, input_ids: Tensor, **options: Unpack[Options]) ->
 
 def _check(model: Any, ids: Tensor, given: dict) -> None:
     (vocabulary, longest), ours = _sizes(model), isinstance(model, LanguageModel)
-    tokens, temperature, top_p, mask = (given[one] for one in ("max_new_tokens", "temperature", "top_p", "attention_mask"))
+    tokens, temperature, top_p, mask = (
+        given[one] for one in ("max_new_tokens", "temperature", "top_p", "attention_mask")
+    )
     what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
     if not what.startswith("torch.int64") or ids.dim() not in (1, 2) or not ids.numel():
         raise InputError(f"prompt is {what}; accepted: int64 [length] or [batch, length], at least one token")

@@ -248,7 +248,11 @@ class LanguageModel(nn.Module):
         try:
             entries = read_json(folder / "config.json", "model")
             if not isinstance(entries, dict) or type(entries.get("format")) is not int or entries["format"] != FORMAT:
-                had = {name: entries.get(name) for name in ("format", "model_type")} if isinstance(entries, dict) else entries
+                had = (
+                    {name: entries.get(name) for name in ("format", "model_type")}
+                    if isinstance(entries, dict)
+                    else entries
+                )
                 raise InputError(
                     f"config.json has {had!r:.80}; accepted: format {FORMAT}, as LanguageModel.save writes it (tl.load "
                     "reads models of transformers, too)"

@@ -31,8 +31,7 @@ from .config import TrainConfig, TrainResult, l1_coefficient, learning_rate
 from .objective import bits_per_byte, eval_batch
 from .parallel import World
 from .run import Run, stopping
-from .text.prepared import load_any
-from .text.source import check_enough, spread_windows
+from .text.source import check_enough, load_any, spread_windows
 from .text.tokenizer import tokenizer_of
 
 SAVE_EVERY = 300.0  # seconds between two checkpoints, at least, unless the config says after how many steps

@@ -23,7 +23,7 @@ from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, loop, parallel
 from twell_lab.training import run as running
 from twell_lab.training.loop import initial_model, train
-from twell_lab.training.text.prepared import load_any
+from twell_lab.training.text.source import load_any
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -28,8 +28,7 @@ from twell_lab.training import run as running
 from twell_lab.training.config import TrainResult, l1_coefficient
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import Objective, bits_per_byte, cross_entropy
-from twell_lab.training.text.prepared import load_any
-from twell_lab.training.text.source import of_pieces, random_windows, spread_windows
+from twell_lab.training.text.source import load_any, of_pieces, random_windows, spread_windows
 
 PLAIN = dict(activation="relu2", gated=False)
 
