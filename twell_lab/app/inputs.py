@@ -28,13 +28,14 @@ def model_and_windows(options, count: int | None = None, *, tokens: int = 0) -> 
     text. A model of transformers reads the text with its own tokenizer, in windows of 512 tokens at most; ours with the
     one that training saved in its folder, or as bytes."""
     from ..models import published
-    from ..training.checkpoint import text_of
+    from ..training import checkpoint
     from ..training.text.source import is_prepared, load_any, spread_windows
     from ..training.text.tokenizer import tokenizer_of
 
     folder, model, own = opened(options.model)
     text = load_any(options.text, tokenizer=tokenizer_of(folder, model.config.vocabulary) if own else None)
-    seen = options.text is None or is_prepared(options.text) or own and text.sha256 == text_of(folder).get("sha256")
+    trained_on = checkpoint.load(folder)["text"].get("sha256") if own and checkpoint.exists(folder) else None
+    seen = options.text is None or is_prepared(options.text) or text.sha256 == trained_on
     part = text.split()[1] if seen else text
     if own:
         context, unit, ids = model.config.context, part.tokenizer.unit, part.tokens

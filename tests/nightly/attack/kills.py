@@ -84,7 +84,7 @@ def _quietly() -> None:
 def train_here(out: str, text: str, resume: bool, count: int, said: str) -> None:
     """A training that notes in the file `said` each step whose checkpoint was saved, and at the end its result."""
     _quietly()
-    from twell_lab.training import run as running  # noqa: F401  (loaded before anything is counted)
+    from twell_lab.training import loop as running  # noqa: F401  (loaded before anything is counted)
     from twell_lab.training.loop import train
 
     if count:
