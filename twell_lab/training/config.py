@@ -63,7 +63,7 @@ class TrainConfig:
         l1_warmup: steps over which its coefficient then grows linearly to l1.
         dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.
         reinit: every dead_every steps the gate rows of dead neurons get this share (the paper's is 0.1) of fresh normal
-            numbers (see twell_lab.training.dead); 0 leaves them dead. Needs a dead_window.
+            numbers (see twell_lab.training.objective); 0 leaves them dead. Needs a dead_window.
         reinit_sigma: deviation of the fresh numbers.
         dead_every: steps between two re-initialisations.
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from twell_lab.layers.find import FeedForward
-from twell_lab.training.dead import reinitialise
+from twell_lab.training.objective import reinitialise
 
 DEAD = torch.tensor([0, 1, 0, 0, 1, 1, 0, 0]).bool()
 
