@@ -184,8 +184,7 @@ def sparsify(options: argparse.Namespace) -> Answer:
 
     from ..analysis.plan import IN_FOLDER, Plan
     from ..models.relufy import relufy
-    from ..models.report import report
-    from ..models.swap import sparsify
+    from ..models.swap import report, sparsify
     from ..ops.clock import present_device
 
     if (options.out / "config.json").exists():

@@ -84,8 +84,7 @@ def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None)
     `firing`, a profile on another text, is not given."""
     from ..analysis.planner import plan
     from ..analysis.profile import profile
-    from ..models.report import report
-    from ..models.swap import sparsify
+    from ..models.swap import report, sparsify
 
     context = getattr(model.config, "context", None) or getattr(model.config, "max_position_embeddings", len(text))
     first, second = ([part[None] for part in half.split(context)] for half in text.chunk(2))
