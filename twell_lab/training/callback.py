@@ -32,7 +32,6 @@ class SparsityCallback:
         delay: steps before the penalty begins.
         warmup: steps over which it then grows to l1.
         reinit: how far the gate rows of dead neurons move towards fresh ones (0.1 in the paper); 0 leaves them.
-        sigma: the deviation of the fresh numbers, as the weights were initialised.
         window: steps; a neuron that fired in none of them is dead, and is then moved.
 
     Every log of the Trainer (state.log_history, and what is printed), whose `loss` has the penalty in it, also has
@@ -41,23 +40,13 @@ class SparsityCallback:
     The layers may be dense or swapped; with `reinit` they have to be dense. InputError for wrong arguments, and, when
     training begins, for a model without ReLU layers and for label smoothing, which leaves out the model's own loss."""
 
-    def __init__(
-        self,
-        l1: float,
-        *,
-        delay: int = 0,
-        warmup: int = 0,
-        reinit: float = 0.0,
-        sigma: float = 0.02,
-        window: int = 100,
-    ) -> None:
-        for name, value in (("l1", l1), ("sigma", sigma), ("reinit", reinit)):
+    def __init__(self, l1: float, *, delay: int = 0, warmup: int = 0, reinit: float = 0.0, window: int = 100) -> None:
+        for name, value in (("l1", l1), ("reinit", reinit)):
             if not isinstance(value, (int, float)) or not 0 <= value < math.inf or name == "reinit" and value > 1:
                 raise InputError(f"{name} is {value!r}; accepted: a finite number from 0 up, of reinit to 1")
         for name, steps, least in (("delay", delay, 0), ("warmup", warmup, 0), ("window", window, 1)):
             check_whole(name, steps, least)
-        self.l1, self.reinit, self.sigma = l1, reinit, sigma
-        self.delay, self.warmup, self.window = delay, warmup, window
+        self.l1, self.delay, self.warmup, self.reinit, self.window = l1, delay, warmup, reinit, window
         self._hooks = ExitStack()
         self._step, self._parts = 0, 1
         self._sums: Tensor | None = None  # of penalty, nnz and 1, over the forward passes since the last log
@@ -132,7 +121,7 @@ class SparsityCallback:
             if torch.distributed.is_initialized():
                 torch.distributed.all_reduce(fired, torch.distributed.ReduceOp.MAX)
             with torch.no_grad():
-                reinitialise(layer, ~fired, self.reinit, self.sigma, self._generator)
+                reinitialise(layer, ~fired, self.reinit, self._generator)
             self._dead += int((~fired).sum())
             fired.zero_()
 

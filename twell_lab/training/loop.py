@@ -289,7 +289,7 @@ class Run:
     def revive(self) -> None:
         """Re-initialise the gate rows of the neurons that are dead now."""
         for layer, silent in zip(self.layers, self.dead(), strict=True):
-            reinitialise(layer, silent, self.config.reinit, self.config.reinit_sigma, self.noise)
+            reinitialise(layer, silent, self.config.reinit, self.noise)
 
     def check(self, step: int) -> None:
         """Raise InputError unless loss, gradient and every weight are finite in all processes, which all must call it.

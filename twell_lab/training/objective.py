@@ -17,6 +17,7 @@ from ..layers.terms import LayerTerm, layer_terms
 from . import parallel
 
 EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
+SIGMA = 0.02  # the deviation of fresh gate rows
 EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
 
 
@@ -84,7 +85,7 @@ class Objective(nn.Module):
         return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), *numbers
 
 
-def reinitialise(layer: FeedForward, dead: Tensor, strength: float, sigma: float, generator: torch.Generator) -> None:
+def reinitialise(layer: FeedForward, dead: Tensor, strength: float, generator: torch.Generator) -> None:
     """Move the gate rows of dead neurons (of `up` in a plain layer) towards fresh ones, in place; wait for the device,
     to know which.
 
@@ -103,7 +104,7 @@ def reinitialise(layer: FeedForward, dead: Tensor, strength: float, sigma: float
     rows = dead.nonzero().flatten()
     if not len(rows):
         return
-    noise = sigma * torch.randn(len(rows), layer.pattern.weight.shape[1], generator=generator)
+    noise = SIGMA * torch.randn(len(rows), layer.pattern.weight.shape[1], generator=generator)
     for parameter, towards in ((layer.pattern.weight, noise), (layer.pattern.bias, torch.zeros(len(rows)))):
         if parameter is not None:
             whole = parallel.whole(parameter)  # which shares its memory, unless FSDP2 sharded it

@@ -25,6 +25,7 @@ from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import train as operator
 from twell_lab.training import loop as running
+from twell_lab.training import objective
 from twell_lab.training.config import TrainResult, l1_coefficient
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import Objective, bits_per_byte, cross_entropy
@@ -185,9 +186,10 @@ def test_the_dead_are_those_that_did_not_fire_within_the_window(tiny, some_text)
 
 
 @pytest.mark.filterwarnings("ignore:step .*no neuron fires")
-def test_reinitialised_rows_bring_dead_neurons_back(tiny):
+def test_reinitialised_rows_bring_dead_neurons_back(tiny, monkeypatch):
+    monkeypatch.setattr(objective, "SIGMA", 1.0)  # as large as these weights are
     left = train(tiny(**DYING), progress=False)
-    brought = train(tiny(**DYING, reinit=0.5, reinit_sigma=1.0, dead_every=1), progress=False)
+    brought = train(tiny(**DYING, reinit=0.5, dead_every=1), progress=False)
     assert sum(left.history[-1]["dead_layers"]) > 2 * sum(brought.history[-1]["dead_layers"])
 
 
