@@ -226,7 +226,7 @@ def _decode(
     warpers = {type(one).__name__: one for one in logits_processor}
     places = range(input_ids.shape[1], stopping_criteria.max_length)
     if why := _why_plain(model, generation_config, [*warpers], places, prepared):
-        _say_once(model, "decodes step by step", why)
+        _say_once(type(model), "decodes step by step", why)
         with torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else [], enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
@@ -294,14 +294,10 @@ def _why_plain(model: Any, asked: Any, processors: list[str], places: range, pre
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def _say_once(model: Any, what: str, why: object) -> None:
-    reason = str(why).partition("\n")[0]
-    _warn(f"generate: {type(model).__name__} {what}: {reason:.200}")
-
-
 @cache
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=5)
+def _say_once(model: type, what: str, why: str) -> None:
+    reason = why.partition("\n")[0]
+    warnings.warn(f"generate: {model.__name__} {what}: {reason:.200}", stacklevel=4)
 
 
 # ---- the loop
@@ -466,7 +462,7 @@ class Step:
             with torch._dynamo.config.patch(recompile_limit=_RECOMPILED):
                 self.call(model, self)
         except Exception as error:  # of many kinds; nothing was computed
-            _say_once(model, "decodes uncompiled, as its step cannot be compiled", error)
+            _say_once(type(model), "decodes uncompiled, as its step cannot be compiled", str(error))
             self.call = _step
             self.call(model, self)
 
@@ -478,7 +474,7 @@ class Step:
                 self.call(model, self)
         except RuntimeError as error:
             self.ahead.clear()
-            _say_once(model, "decodes step by step, as a step waits for the GPU", error)
+            _say_once(type(model), "decodes step by step, as a step waits for the GPU", str(error))
             torch.cuda.current_stream().wait_stream(self.stream)
             for t, value in zip(moved, before):
                 t.copy_(value)
@@ -491,7 +487,7 @@ class Step:
             with torch.cuda.graph(graph, stream=self._beside(), capture_error_mode="thread_local"):
                 self.call(model, self)
         except RuntimeError as error:  # as of too little memory
-            _say_once(model, "decodes step by step, as its step cannot be captured", error)
+            _say_once(type(model), "decodes step by step, as its step cannot be captured", str(error))
             self.call(model, self)
         else:
             self.graph = graph

@@ -91,13 +91,7 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        keys: Keys | None = None,
-        layer: int = 0,
-        mask: Tensor | None = None,
+        self, x: Tensor, cosine: Tensor, sine: Tensor, keys: Keys | None = None, layer=0, mask: Tensor | None = None
     ) -> Tensor:
         batch, length, width = x.shape
         heads = self.qkv_proj(x).view(batch, length, 3, self.heads, width // self.heads)

@@ -94,10 +94,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     model, tokenizer = None, config.tokenizer
     if config.from_ is not None:
         model = checkpoint.load_model(config.from_)
-        config, tokenizer = (
-            checkpoint.fitted(config, model),
-            tokenizer_of(folder_of(config.from_), vocabulary_of(model)),
-        )
+        config = checkpoint.fitted(config, model)
+        tokenizer = tokenizer_of(folder_of(config.from_), vocabulary_of(model))
     # A resumed run reads the text through the tokenizer it began with: one trained again might differ.
     if state is not None and (own := Path(resume, checkpoint.TOKENIZER)).is_file():
         tokenizer = own
@@ -173,7 +171,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                         f"step {step}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this "
                         f"batch (cross-entropy {row['ce']:.3f}) and none gets a gradient: with l1 {config.l1:g} the "
                         "penalty has switched them off; a smaller l1, a longer l1_warmup, or reinit may help",
-                        stacklevel=4,
+                        stacklevel=3,
                     )
                 lap, lap_step = time.perf_counter(), step
                 row["seconds"] = lap - begun

@@ -325,7 +325,7 @@ def test_scores_that_are_not_numbers_say_so(request, captured):
 
 def test_on_a_cpu_it_says_once_that_nothing_is_captured():
     model = decoders.build("Llama")
-    module._warn.cache_clear()
+    module._say_once.cache_clear()
     with pytest.warns(UserWarning, match="on one GPU"):
         assert torch.equal(tl.generate(model, IDS, max_new_tokens=5, attention_mask=MASK), own(model, tokens=5))
     with warnings.catch_warnings():
