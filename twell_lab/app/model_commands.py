@@ -131,6 +131,7 @@ def how_planned(plan: Plan, text: str, windows: Tensor) -> str:
 
 
 def thresholds(options: argparse.Namespace) -> Answer:
+    from ..models.thresholds import LOSSY
     from ..models.thresholds import thresholds as choose
     from ..models.tiny import LanguageModel
 
@@ -155,7 +156,7 @@ def thresholds(options: argparse.Namespace) -> Answer:
         chosen.save(options.out)
         line = f"tl.Thresholds.load({str(options.out)!r}).apply(tl.load({str(options.model)!r}))"
         said += f"\nthresholds: in Python:\n  {line}"
-    return Answer(value | {"loss": cost.as_dict() | {"bits_per_byte": bits}}, said)
+    return Answer(value | {"loss": vars(cost) | {"label": LOSSY, "bits_per_byte": bits}}, said)
 
 
 def predict(options: argparse.Namespace) -> Answer:

@@ -106,7 +106,7 @@ def generate(model: nn.Module, input_ids: Tensor, **options: Unpack[Options]) ->
     max_new_tokens=100); it does not hand on a streamer, a tokenizer or a seed, which this function takes by itself.
     Raises InputError for wrong arguments, and where scores are not numbers."""
     if "logits_processor" in options:
-        return _decode(model, input_ids, **options)
+        return _decode(model, input_ids, **dict(options))
     if unknown := options.keys() - Options.__annotations__.keys():
         raise InputError(f"generate got {sorted(unknown)[0]!r}; accepted: {', '.join(Options.__annotations__)}")
     given: dict = dict.fromkeys(Options.__annotations__) | {"max_new_tokens": 20, "temperature": 0.0} | options

@@ -465,10 +465,6 @@ class LossChange:
         means = dense.mean().item(), thresholded.mean().item()
         return cls(*means, change, change - reach, change + reach, n, n * each)
 
-    def as_dict(self) -> dict:
-        """Return plain data, with what this is."""
-        return {**asdict(self), "label": LOSSY}
-
     def __str__(self) -> str:
         return (
             f"loss {self.dense:.4g} nats a token as it was, {self.thresholded:.4g} with thresholds: "

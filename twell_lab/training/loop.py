@@ -364,11 +364,8 @@ def stopping(active: bool, several: bool) -> Iterator[list[int]]:
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        if several:
-            return
-        if len(came) > 1 and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if len(came) == 1:
+        if len(came) == 1 and not several:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             with suppress(OSError, RuntimeError):  # as where Ctrl-C has ended tee, or a line is being printed
                 print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
 

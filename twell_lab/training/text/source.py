@@ -79,14 +79,14 @@ class Text:
         fields |= {} if self.tokenizer == BYTES else {"tokenizer": self.tokenizer.describe()}
         return fields if self.source is None else {**fields, "source": self.source}
 
-    def split(self) -> tuple[Text, Text]:
-        """Return a training text and the rest, for validation: as `cut` says, or about nine tenths of the bytes.
+    def split(self, fraction: float = TRAINING) -> tuple[Text, Text]:
+        """Return a training text and the rest, for validation: as `cut` says, or about this fraction of the bytes.
 
         The cut falls between two files, so that no validation window continues a file seen in training. Where that
         would make the validation part less than half or more than twice its share (a single file, or one much larger
         than the others), the cut falls at the end of a line instead, or where no line ends nearby, at exactly that
         share. TextError where either part would be empty."""
-        size, count = self.cut or (self._end(),) * 2
+        size, count = self.cut or (self._end(fraction),) * 2
         inside = tuple(start for start in self.starts if start < count)
         beyond = (0, *(start - count for start in self.starts if start > count))
         of_training, rest = f"{self.name}, training part", f"{self.name}, validation part"
@@ -95,10 +95,10 @@ class Text:
             replace(self, name=rest, size=self.size - size, tokens=self.tokens[count:], starts=beyond, cut=None),
         )
 
-    def _end(self) -> int:
+    def _end(self, fraction: float) -> int:
         if self.size < 2:
             raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
-        wanted, share = TRAINING * self.size, (1 - TRAINING) * self.size
+        wanted, share = fraction * self.size, (1 - fraction) * self.size
         fitting = [start for start in self.starts if start and share / 2 <= self.size - start <= share * 2]
         first = min(max(int(wanted), 1), self.size - 1)
         nearby = self.tokens[first - 1 : min(first + 4096, self.size - 1)].numpy().tobytes()
