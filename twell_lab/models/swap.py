@@ -90,7 +90,8 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
     """Have these layers do as they are told: all of them, or none with an error that names the one it is about.
 
     Where the plan takes torch's own dense layer for every number of tokens, that stays in its place, or comes back."""
-    tied = _tied(model)
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    tied = {number for number, many in owners.items() if many > 1}  # of parameters that several modules have
     swapped: list[tuple[str, SparseFFN]] = []
     undo: list[Callable[[], object]] = []
     for found in layers:
@@ -120,7 +121,8 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
     for found in layers:
         if isinstance(found.module, SparseFFN) and _stays(found.module.plan):
             model = _take_out(model, found.module)
-    if any(path in FOR_CUT for path in _paths(told)):
+    choices = [told] if isinstance(told, Choice) else [one for layer in told.layers for one in layer.choices.values()]
+    if any(choice.path in FOR_CUT for choice in choices):
         for module in model.modules():
             if type(module) is nn.Linear and ThresholdedInput.of(module):
                 skip(module)  # or it stays as it is, with the same zeros
@@ -128,13 +130,6 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
     if isinstance(told, Plan) and any(map(_stays, told.layers)):
         vars(uncompiled(model))[PLANNED] = told
     return model
-
-
-def _paths(told: Plan | Choice) -> set[str]:
-    """Return the paths that are taken somewhere."""
-    if isinstance(told, Choice):
-        return {told.path}
-    return {choice.path for layer in told.layers for choice in layer.choices.values()}
 
 
 def _stays(plan: LayerPlan | Choice) -> bool:
@@ -179,11 +174,6 @@ def _planned(model: nn.Module, batches, only, tokens, calls, geometry) -> nn.Mod
     lines += [f"stay dense: {many} layers, {reason}" for reason, many in Counter(reasons.values()).items()]
     print("\n".join(lines))
     return model
-
-
-def _tied(model: nn.Module) -> set[int]:
-    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-    return {number for number, many in owners.items() if many > 1}  # of parameters that several modules have
 
 
 def _read(how) -> Plan | Choice | None:

@@ -17,17 +17,15 @@ from ..models.tiny import LanguageModel, ModelConfig
 from .text.source import Text
 
 # The least and the largest value of the fields that are numbers; between whole ones, whole numbers alone.
+_FROM_1 = "steps batch context log_every eval_every eval_windows accumulate dead_every".split()
+_FROM_0 = "warmup l1_delay l1_warmup dead_window seed checkpoint_every".split()
 _RANGES: dict[str, tuple[float, float]] = {
-    name: range_
-    for names, range_ in {
-        "steps batch context log_every eval_every eval_windows accumulate dead_every": (1, 2**63 - 1),
-        "warmup l1_delay l1_warmup dead_window seed checkpoint_every": (0, 2**63 - 1),
-        "weight_decay": (0.0, sys.float_info.max),
-        "lr clip": (sys.float_info.min, sys.float_info.max),
-        "l1": (0.0, torch.finfo(torch.float32).max),
-        "reinit": (0.0, 1.0),
-    }.items()
-    for name in names.split()
+    **dict.fromkeys(_FROM_1, (1, 2**63 - 1)),
+    **dict.fromkeys(_FROM_0, (0, 2**63 - 1)),
+    **dict.fromkeys(("lr", "clip"), (sys.float_info.min, sys.float_info.max)),
+    "weight_decay": (0.0, sys.float_info.max),
+    "l1": (0.0, torch.finfo(torch.float32).max),
+    "reinit": (0.0, 1.0),
 }
 
 

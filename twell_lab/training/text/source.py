@@ -165,10 +165,9 @@ def of_pieces(name: str, files: list[bytes], source: dict | None = None) -> Text
 # ---- reading ----
 
 
-Stream = tuple[str, Iterable[Iterable[bytes]], dict | None]
-
-
-def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
+def stream(
+    spec: str | os.PathLike | None, most: int | None = None
+) -> tuple[str, Iterable[Iterable[bytes]], dict | None]:
     """Return the text that a command line or a config names, before it is read: its name, its files or documents in
     order, each in pieces, and for a dataset its parts (see `parse`).
 
@@ -249,7 +248,7 @@ def parse(spec: str) -> dict:
         ) from None
 
 
-def _dataset(spec: str, most: int | None) -> Stream:
+def _dataset(spec: str, most: int | None) -> tuple[str, Iterable[Iterable[bytes]], dict]:
     parts = parse(spec)
     parts["bytes"] = parts["bytes"] or most
     if most is not None and parts["bytes"] > LARGEST:
