@@ -152,8 +152,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             if logged or revive or saved:
                 run.check(step)
             run.step = step
-            if revive:
-                run.revive()
+            for layer, dead in zip(run.layers, run.dead()) if revive else ():
+                reinitialise(layer, dead, config.reinit, run.noise)
             bar.update()
             if logged:
                 row = _row(run, step, numbers)
@@ -273,21 +273,9 @@ class Run:
             windows = windows.pin_memory().to(self.world.device, non_blocking=True)
         return windows.chunk(self.world.size)[self.world.rank]
 
-    def count_silent(self) -> None:
-        """Count the tokens since each neuron fired, after a step's backward pass: those fired whose gate row has a
-        gradient other than zero."""
-        for layer, silent in zip(self.layers, self.silent):
-            fired = parallel.whole((layer.pattern.weight.grad != 0).any(1))
-            silent.add_(self.config.batch * self.config.context).masked_fill_(fired, 0)
-
     def dead(self) -> list[Tensor]:
         """Return for each layer, bool [d_ff], which neurons have been silent for the whole window."""
         return [silent >= self.config.dead_window for silent in self.silent]
-
-    def revive(self) -> None:
-        """Re-initialise the gate rows of the neurons that are dead now."""
-        for layer, silent in zip(self.layers, self.dead(), strict=True):
-            reinitialise(layer, silent, self.config.reinit, self.noise)
 
     def check(self, step: int) -> None:
         """Raise InputError unless loss, gradient and every weight are finite in all processes, which all must call it.
@@ -392,7 +380,9 @@ def _step(run: Run, step: int) -> list[list[Tensor]]:
             loss, *others = run.measure(windows, run.l1)
         (loss / parts).backward()
         numbers.append([loss.detach(), *others])
-    run.count_silent()
+    for layer, silent in zip(run.layers, run.silent):  # a row without gradient is of a neuron that did not fire
+        fired = parallel.whole((layer.pattern.weight.grad != 0).any(1))
+        silent.add_(config.batch * config.context).masked_fill_(fired, 0)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip, foreach=True)
     run.last = {"the loss": sum(part[0] for part in numbers) / parts, "the norm of its gradient": norm}
     run.optimizer.step()
