@@ -25,7 +25,7 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "Plan": "analysis.plan",
     "sparsify": "models.swap",
     "densify": "models.swap",
-    "report": "models.report",
+    "report": "models.swap",
     "relufy": "models.relufy",
     "thresholds": "models.thresholds",
     "Thresholds": "models.thresholds",

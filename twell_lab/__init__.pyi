@@ -21,8 +21,8 @@ from .layers.terms import layer_terms as layer_terms
 from .models.generate import generate as generate
 from .models.published import load as load
 from .models.relufy import relufy as relufy
-from .models.report import report as report
 from .models.swap import densify as densify
+from .models.swap import report as report
 from .models.swap import sparsify as sparsify
 from .models.thresholds import Thresholds as Thresholds
 from .models.thresholds import thresholds as thresholds

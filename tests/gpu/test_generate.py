@@ -19,7 +19,7 @@ MAY_RUN_PLAIN = (*decoders.NO_POSITIONS, "Mixtral")  # whose grouped products of
 
 @pytest.fixture(autouse=True)
 def anew():
-    module._warn.cache_clear()
+    module._say_once.cache_clear()
     torch._dynamo.reset()
     yield
     gc.collect()

@@ -9,7 +9,7 @@ import torch
 
 from twell_lab.core import InputError
 from twell_lab.layers.find import feed_forwards
-from twell_lab.training import run as running
+from twell_lab.training import loop as running
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
 from twell_lab.training.text.source import standard_library

@@ -85,10 +85,10 @@ def prepare(
     """Read a text of any length once, encode it, and keep its tokens for training."""
     from tqdm import tqdm
 
-    from ..training.text import prepared
+    from ..training.text.source import prepare as prepare_text
 
     with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        read = prepared.prepare(text, out, tokenizer=tokenizer, on_bytes=lambda size: bar.update(size - bar.n))
+        read = prepare_text(text, out, tokenizer=tokenizer, on_bytes=lambda size: bar.update(size - bar.n))
     training, validation = (len(part.tokens) for part in read.split())
     said = (
         f"prepare: {read.size:,} bytes of {read.name} as {len(read.tokens):,} {read.tokenizer.unit}, {validation:,} of "

@@ -44,15 +44,15 @@ def model_and_windows(name: str, text: str | None, count: int = 1, *, tokens: in
     Only the held-out part is taken of the text that the model was trained on, of the default text and of a prepared
     text. A model of transformers reads the text with its own tokenizer, in windows of 512 tokens at most; ours with the
     one that training saved in its folder, or as bytes."""
-    from ..training.checkpoint import text_of
-    from ..training.text.prepared import is_prepared, load_any
-    from ..training.text.source import spread_windows
+    from ..training import checkpoint
+    from ..training.text.source import is_prepared, load_any, spread_windows
 
     if count < 1:
         raise InputError(f"--windows is {count}; accepted: 1 or more")
     model, tokenizer, own = opened(name)
     whole = load_any(text, tokenizer=tokenizer if own else None)
-    seen = text is None or is_prepared(text) or own and whole.sha256 == text_of(name).get("sha256")
+    trained_on = checkpoint.load(name)["text"].get("sha256") if own and checkpoint.exists(name) else None
+    seen = text is None or is_prepared(text) or whole.sha256 == trained_on
     part = whole.split()[1] if seen else whole
     context = model.config.context if own else min(512, getattr(model.config, "max_position_embeddings", None) or 512)
     count = max(count, -(-tokens // context))
@@ -158,8 +158,7 @@ def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None)
     are timed on the text [tokens], or on its second half where the first is profiled, as there is no `firing`."""
     from ..analysis.planner import plan
     from ..analysis.profile import profile
-    from ..models.report import report
-    from ..models.swap import sparsify
+    from ..models.swap import report, sparsify
 
     context = getattr(model.config, "context", None) or getattr(model.config, "max_position_embeddings", len(text))
     first, second = ([part[None] for part in half.split(context)] for half in text.chunk(2))
@@ -254,7 +253,7 @@ def sparsify(
     from ..analysis.profile import profile as count
     from ..bench.workloads import Causal
     from ..models.published import folder_of
-    from ..models.report import report
+    from ..models.swap import report
     from ..models.swap import sparsify as swap
     from ..training.checkpoint import STATE
 

@@ -30,7 +30,7 @@ from ..training.config import TrainConfig
 from ..training.loop import autocast, initial_model, train
 from ..training.objective import bits_per_byte, cross_entropy
 from ..training.text import source
-from ..training.text.prepared import load_any
+from ..training.text.source import load_any
 from . import rows
 from .rows import DENSE
 from .workloads import PLACES, Causal, Tokens, check_cut, decode, layer_errors

@@ -33,10 +33,8 @@ _ROUNDED = 256  # the room for keys and values is a multiple of it, so that a gr
 _WORTH = 16  # from so many steps on, compiling and capturing are tried
 _RECOMPILED = 64  # models, batches and ways to choose that torch.compile keeps the step for
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # the kinds of layers whose keys and values fit here
-_PENALTY = "RepetitionPenaltyLogitsProcessor"
 # What changes scores within a step, in transformers' order, and the field of _Rule that says how.
-_WARPERS = {_PENALTY: "penalty", "TemperatureLogitsWarper": "temperature"}
-_WARPERS |= {"TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p"}
+_WARPERS = {"TemperatureLogitsWarper": "temperature", "TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p"}
 _BROKEN = "the model's scores are not numbers; accepted: a model whose weights are finite"
 _LENGTH, _END = "MaxLengthCriteria", "EosTokenCriteria"  # what the loop stops for by itself
 _SEEDS = 2**63
@@ -47,8 +45,30 @@ _PREPARED = {"attention_mask", "position_ids", "use_cache", "past_key_values", "
 _PREPARED |= {"logits_to_keep"}
 
 
+class _Rule(NamedTuple):
+    """Say by which rule tokens are chosen from scores; temperature 0: the most likely ones.
+
+    mask: of the prompts. ends: tokens behind which there is only `filler`. criteria: of transformers, asked after each
+    token, for which the loop has to wait; without them it reads a token while the next one is computed."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    mask: Tensor | None = None
+    ends: tuple[int, ...] = ()
+    filler: int = 0
+    criteria: Sequence[Any] = ()
+    seed: int | None = None
+    streamer: BaseStreamer | None = None
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Return whether it draws, and whether it leaves out unlikely tokens."""
+        return self.temperature > 0, self.top_k > 0 or self.top_p < 1
+
+
 class Options(TypedDict, total=False):
-    """Name the options of `generate`."""
+    """Name the options of `generate`. In its signature, transformers would take them out of what it prepares."""
 
     max_new_tokens: int
     temperature: float
@@ -85,28 +105,34 @@ def generate(model: nn.Module, input_ids: Tensor, **options: Unpack[Options]) ->
     transformers takes the function, too, and then prepares everything: model.generate(ids, custom_generate=tl.generate,
     max_new_tokens=100); it does not hand on a streamer, a tokenizer or a seed, which this function takes by itself.
     Raises InputError for wrong arguments, and where scores are not numbers."""
-    prepared: dict[str, Any] = {**options}
-    if "logits_processor" in prepared:
-        return _decode(model, input_ids, **prepared)
-    given = dict.fromkeys(Options.__annotations__) | {"max_new_tokens": 20, "temperature": 0.0} | prepared
+    if "logits_processor" in options:
+        return _decode(model, input_ids, **dict(options))
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise InputError(f"generate got {sorted(unknown)[0]!r}; accepted: {', '.join(Options.__annotations__)}")
+    given: dict = dict.fromkeys(Options.__annotations__) | {"max_new_tokens": 20, "temperature": 0.0} | options
     _check(model, input_ids, given)
-    given["temperature"] *= given["temperature"] > _LEAST
-    ids, device, streamer = torch.atleast_2d(input_ids), next(model.parameters()).device, given["streamer"]
+    ids, device = torch.atleast_2d(input_ids), next(model.parameters()).device
     ids = ids if device.type == "meta" else ids.to(device)  # accelerate keeps weights elsewhere then
+    tokens, mask, streamer = (given[name] for name in ("max_new_tokens", "attention_mask", "streamer"))
+    mask, temperature = None if mask is None else torch.atleast_2d(mask).to(ids.device), given["temperature"]
+    temperature = temperature if temperature > _LEAST else 0.0
+    rule = _Rule(temperature, given["top_k"] or 0, given["top_p"] or 1.0, mask, seed=given["seed"], streamer=streamer)
     if streamer:
         streamer.put(ids.cpu())
-    if given["max_new_tokens"]:
-        ids = (_of_ours if isinstance(model, LanguageModel) else _of_theirs)(model, ids, given)
-    elif streamer:
-        streamer.end()
+    if isinstance(model, LanguageModel) or not tokens:
+        ids = _of_ours(model, ids, tokens, rule)
+        if streamer:
+            streamer.end()
+    else:
+        ids = _of_theirs(model, ids, tokens, rule, given["stop"], given["tokenizer"])
     return ids.reshape(*input_ids.shape[:-1], -1)
 
 
 def _check(model: Any, ids: Tensor, given: dict) -> None:
-    if unknown := given.keys() - Options.__annotations__.keys():
-        raise InputError(f"generate got {sorted(unknown)[0]!r}; accepted: {', '.join(Options.__annotations__)}")
     (vocabulary, longest), ours = _sizes(model), isinstance(model, LanguageModel)
-    tokens, temperature, top_p, stop = (given[name] for name in ("max_new_tokens", "temperature", "top_p", "stop"))
+    tokens, temperature, top_p, mask = (
+        given[one] for one in ("max_new_tokens", "temperature", "top_p", "attention_mask")
+    )
     what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
     if not what.startswith("torch.int64") or ids.dim() not in (1, 2) or not ids.numel():
         raise InputError(f"prompt is {what}; accepted: int64 [length] or [batch, length], at least one token")
@@ -119,13 +145,12 @@ def _check(model: Any, ids: Tensor, given: dict) -> None:
         raise InputError(f"temperature is {temperature!r}; accepted: a finite number from 0 up")
     if top_p is not None and not (isinstance(top_p, (int, float)) and 0 < top_p <= 1):
         raise InputError(f"top_p is {top_p!r}; accepted: a number above 0 and up to 1")
-    if stop is not None and given["tokenizer"] is None:
-        raise InputError(f"stop is {stop!r:.80} without a tokenizer; accepted: with the model's")
-    mask = given["attention_mask"]
+    if given["stop"] is not None and given["tokenizer"] is None:
+        raise InputError(f"stop is {given['stop']!r:.80} without a tokenizer; accepted: with the model's")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape or not mask[..., -1].all()):
         shapes = f"{list(getattr(mask, 'shape', [type(mask)]))}, for prompts of shape {list(ids.shape)}"
         raise InputError(f"attention_mask is {shapes}; accepted: of their shape, with zeros on the left alone")
-    if ours and (stop is not None or mask is not None):
+    if ours and (given["stop"] is not None or mask is not None):
         raise InputError("stop or attention_mask is given with a LanguageModel; accepted: a model of transformers")
     if not ours and longest and ids.shape[-1] + tokens > longest:
         asked = f"max_new_tokens is {tokens} after a prompt of {ids.shape[-1]}"
@@ -148,42 +173,37 @@ def _sizes(model: Any) -> tuple[int, int | None]:
 # ---- the two kinds of models
 
 
-def _of_ours(model: LanguageModel, ids: Tensor, given: dict) -> Tensor:
+def _of_ours(model: Any, ids: Tensor, left: int, rule: _Rule) -> Tensor:
     """Decode; beyond the context, read on from a multiple of half of it, the first at which what follows fits."""
-    context, left, seed, streamer = model.config.context, given["max_new_tokens"], given["seed"], given["streamer"]
-    rule, half = (
-        _Rule(given["temperature"], given["top_k"] or 0, given["top_p"] or 1.0, streamer=streamer),
-        (context + 1) // 2,
-    )
     while left:
+        context = model.config.context
+        half = (context + 1) // 2
         first = max(0, -(-(ids.shape[1] - context) // half) * half)  # the first token that is read
         tokens = min(left, context + 1 - len(ids[0, first:]))
-        ids = torch.cat([ids[:, :first], _loop(model, ids[:, first:], tokens, rule._replace(seed=seed))], 1)
-        left, seed = left - tokens, None if seed is None else (seed + 1) % _SEEDS
-    if streamer:
-        streamer.end()
+        ids, left = torch.cat([ids[:, :first], _loop(model, ids[:, first:], tokens, rule)], 1), left - tokens
+        rule = rule._replace(seed=None if rule.seed is None else (rule.seed + 1) % _SEEDS)
     return ids
 
 
-def _of_theirs(model: Any, ids: Tensor, given: dict) -> Tensor:
+def _of_theirs(model: Any, ids: Tensor, tokens: int, rule: _Rule, stop: Any, tokenizer: Any) -> Tensor:
     from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
-    own, temperature, stop, mask = model.generation_config, given["temperature"], given["stop"], given["attention_mask"]
+    own, draws = model.generation_config, rule.temperature > 0
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    how = {"temperature": temperature, "top_k": given["top_k"] or 0, "top_p": given["top_p"] or 1.0}
+    how = {"temperature": rule.temperature, "top_k": rule.top_k, "top_p": rule.top_p} if draws else {}
     config = GenerationConfig(
-        max_new_tokens=given["max_new_tokens"],
-        do_sample=temperature > 0,
+        max_new_tokens=tokens,
+        do_sample=draws,
         pad_token_id=(ends[0] or 0) if own.pad_token_id is None else own.pad_token_id,
         **{"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False},
-        **(how if temperature else {}),
+        **how,
     )
     return model.generate(
         ids,
-        attention_mask=torch.ones_like(ids) if mask is None else torch.atleast_2d(mask).to(ids.device),
+        attention_mask=torch.ones_like(ids) if rule.mask is None else rule.mask,
         generation_config=config,
-        stopping_criteria=StoppingCriteriaList([] if stop is None else [StopStringCriteria(given["tokenizer"], stop)]),
-        custom_generate=partial(_decode, streamer=given["streamer"], seed=given["seed"]),
+        stopping_criteria=StoppingCriteriaList([] if stop is None else [StopStringCriteria(tokenizer, stop)]),
+        custom_generate=partial(_decode, streamer=rule.streamer, seed=rule.seed),
     )
 
 
@@ -203,10 +223,10 @@ def _decode(
     mode = generation_config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise InputError(f"the generation configuration asks for {mode.value}; accepted: greedy search and sampling")
-    kinds = [type(one).__name__ for one in logits_processor]
+    warpers = {type(one).__name__: one for one in logits_processor}
     places = range(input_ids.shape[1], stopping_criteria.max_length)
-    if why := _why_plain(model, generation_config, kinds, places, prepared):
-        _say_once(model, why)
+    if why := _why_plain(model, generation_config, [*warpers], places, prepared):
+        _say_once(type(model), "decodes step by step", why)
         with torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else [], enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
@@ -214,17 +234,19 @@ def _decode(
             checked = type(logits_processor)([_check_scores, *logits_processor])
             return model._sample(input_ids, checked, stopping_criteria, **more, **prepared)
     # Read off the processors and criteria: those that somebody passes take the place of the configuration's.
-    draws, filler = generation_config.do_sample, generation_config._pad_token_tensor
-    how: dict[str, Any] = {"temperature": 1.0 if draws else 0.0, "mask": prepared.get("attention_mask")}
-    for kind, one in zip(kinds, logits_processor):
-        if draws or kind == _PENALTY:
-            how[_WARPERS[kind]] = getattr(one, _WARPERS[kind])
-        if kind == _PENALTY:  # which knows what of the prompt counts
-            how["repeated"] = one(input_ids, torch.ones(len(input_ids), _sizes(model)[0], device=input_ids.device)) != 1
-    stops = {type(one).__name__: one for one in stopping_criteria}
-    how["ends"] = tuple(stops[_END].eos_token_id.reshape(-1).tolist()) if _END in stops else ()
-    how["criteria"] = [one for one in stopping_criteria if type(one).__name__ not in (_LENGTH, _END)]
-    rule = _Rule(**how, filler=0 if filler is None else int(filler), seed=seed, streamer=streamer)
+    how: dict[str, Any] = {"temperature": 0.0}
+    if generation_config.do_sample:
+        how = {"temperature": 1.0} | {_WARPERS[kind]: getattr(one, _WARPERS[kind]) for kind, one in warpers.items()}
+    stops, filler = {type(one).__name__: one for one in stopping_criteria}, generation_config._pad_token_tensor
+    rule = _Rule(
+        **how,
+        mask=prepared.get("attention_mask"),
+        ends=tuple(stops[_END].eos_token_id.reshape(-1).tolist()) if _END in stops else (),
+        filler=0 if filler is None else int(filler),
+        criteria=[one for one in stopping_criteria if type(one).__name__ not in (_LENGTH, _END)],
+        seed=seed,
+        streamer=streamer,
+    )
     text = _loop(model, input_ids, max(1, len(places)), rule)
     if streamer:
         streamer.end()
@@ -272,41 +294,13 @@ def _why_plain(model: Any, asked: Any, processors: list[str], places: range, pre
     return next((why for why, holds in reasons.items() if holds), "")
 
 
-def _say_once(model: Any, why: str, error: object = "", what: str = "decodes step by step") -> None:
-    _warn(f"generate: {type(model).__name__} {what}, as {why}{str(error).partition(chr(10))[0]:.200}")
-
-
 @cache
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=5)
+def _say_once(model: type, what: str, why: str) -> None:
+    reason = why.partition("\n")[0]
+    warnings.warn(f"generate: {model.__name__} {what}: {reason:.200}", stacklevel=4)
 
 
 # ---- the loop
-
-
-class _Rule(NamedTuple):
-    """Say by which rule tokens are chosen from scores; temperature 0: the most likely ones.
-
-    repeated: the tokens that count as such, bool [batch, vocabulary]. mask: of the prompts. ends: tokens behind which
-    there is only `filler`. criteria: of transformers, asked after each token, for which the loop has to wait; without
-    them it reads a token while the next one is computed."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    penalty: float = 1.0
-    repeated: Tensor | None = None
-    mask: Tensor | None = None
-    ends: tuple[int, ...] = ()
-    filler: int = 0
-    criteria: Sequence[Any] = ()
-    seed: int | None = None
-    streamer: BaseStreamer | None = None
-
-    @property
-    def kind(self) -> tuple[bool, bool, bool]:
-        """Return whether it draws, leaves out unlikely tokens, and makes tokens that were there less likely."""
-        return self.temperature > 0, self.top_k > 0 or self.top_p < 1, self.penalty != 1
 
 
 def _loop(model: Any, ids: Tensor, tokens: int, rule: _Rule) -> Tensor:
@@ -421,7 +415,7 @@ class Step:
 
     def __init__(self, form: tuple, scores: Tensor, keys: Keys) -> None:
         self.form = form
-        batch, room, (draws, _, penalised), ends, filler, _ = form
+        batch, room, (draws, _), ends, filler, _ = form
         new, wide = partial(torch.zeros, device=scores.device), scores.shape
         self.place, self.position = new(1, dtype=torch.int64), new(batch, 1, dtype=torch.int64)
         self.real = new(batch, room, dtype=torch.bool)  # which slots hold no padding
@@ -429,8 +423,7 @@ class Step:
         self.token, self.finished = new(batch, dtype=torch.int64), new(batch, dtype=torch.bool)
         self.ends, self.filler = torch.tensor(ends, dtype=torch.int64, device=scores.device), filler
         self.noise = new(wide) if draws else None
-        self.repeated = new(wide, dtype=torch.bool) if penalised else None
-        self.numbers = new(4)  # temperature, top_k, top_p, penalty
+        self.numbers = new(3)  # temperature, top_k, top_p
         self.ranks = torch.arange(wide[1], device=scores.device)
         self.broken = new((), dtype=torch.bool)
         self.keys = keys
@@ -451,9 +444,7 @@ class Step:
             self.position.copy_(rule.mask.sum(1, keepdim=True))
         self.finished.zero_()
         self.broken.zero_()
-        self.numbers.copy_(torch.tensor([rule.temperature, rule.top_k or len(self.ranks), rule.top_p, rule.penalty]))
-        if self.repeated is not None:
-            self.repeated.copy_(rule.repeated)
+        self.numbers.copy_(torch.tensor([rule.temperature, rule.top_k or len(self.ranks), rule.top_p]))
 
     def advance(self, model: Any, left: int) -> None:
         """Take a step: the first one is compiled, the second one shows whether it waits for the GPU, the third one is
@@ -471,20 +462,19 @@ class Step:
             with torch._dynamo.config.patch(recompile_limit=_RECOMPILED):
                 self.call(model, self)
         except Exception as error:  # of many kinds; nothing was computed
-            _say_once(model, "its step cannot be compiled: ", error, "decodes uncompiled")
+            _say_once(type(model), "decodes uncompiled, as its step cannot be compiled", str(error))
             self.call = _step
             self.call(model, self)
 
     def _try(self, model: Any) -> None:
         moved = [self.place, self.position, self.token, self.finished]
-        moved += [] if self.repeated is None else [self.repeated]
         before = [t.clone() for t in moved]
         try:
             with torch.cuda.stream(self._beside()), _no_waiting():
                 self.call(model, self)
         except RuntimeError as error:
             self.ahead.clear()
-            _say_once(model, "a step waits for the GPU: ", error)
+            _say_once(type(model), "decodes step by step, as a step waits for the GPU", str(error))
             torch.cuda.current_stream().wait_stream(self.stream)
             for t, value in zip(moved, before):
                 t.copy_(value)
@@ -497,7 +487,7 @@ class Step:
             with torch.cuda.graph(graph, stream=self._beside(), capture_error_mode="thread_local"):
                 self.call(model, self)
         except RuntimeError as error:  # as of too little memory
-            _say_once(model, "its step cannot be captured: ", error)
+            _say_once(type(model), "decodes step by step, as its step cannot be captured", str(error))
             self.call(model, self)
         else:
             self.graph = graph
@@ -526,12 +516,10 @@ class Step:
 
     def choose(self, scores: Tensor) -> None:
         """Choose the next tokens from scores [batch, vocabulary]."""
-        draws, filters, penalised = self.form[2]
-        temperature, top_k, top_p, penalty = self.numbers
+        draws, filters = self.form[2]
+        temperature, top_k, top_p = self.numbers
         scores = scores.float()
         self.broken |= scores.isnan().any()
-        if penalised:
-            scores = torch.where(self.repeated, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         if not draws:
             token = scores.argmax(1)
         elif not filters:
@@ -544,8 +532,6 @@ class Step:
         token = token.masked_fill(self.finished, self.filler)
         self.token.copy_(token)
         self.finished |= (token[:, None] == self.ends).any(1)
-        if self.repeated is not None:
-            self.repeated.scatter_(1, token[:, None], True)
 
 
 def _step(model: Any, step: Step) -> None:

@@ -9,14 +9,12 @@ that a model of ours is trained on, is the special token EDGE there: lm-eval ask
 from __future__ import annotations
 
 import json
-import re
 
 import torch
 from torch import Tensor
 
 from ..core import InputError
 
-KIND = "llama"  # what config.json says in model_type
 EPS, THETA = 1e-6, 10000.0  # of the norms, and the base of the rotary positions, in all of our models
 EDGE = "<|byte 0|>"
 _SIZES = {
@@ -28,20 +26,15 @@ _SIZES = {
     "context": "max_position_embeddings",
     "activation": "hidden_act",
 }
-# What config.json says of all of our models, beside their sizes.
-_FIXED = ("architectures", "num_key_value_heads", "head_dim", "rms_norm_eps")
-_FIXED += ("attention_bias", "mlp_bias", "tie_word_embeddings")
+# Parts of the names of weights that Llama calls otherwise.
 _NAMES = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention.out_proj": "self_attn.o_proj",
-    **{f"mlp.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    "embedding.": "model.embed_tokens.",
+    "head.": "lm_head.",
+    "attention_norm.": "input_layernorm.",
+    "mlp_norm.": "post_attention_layernorm.",
+    "attention.out_proj.": "self_attn.o_proj.",
+    "attention.qkv_proj.": "self_attn.{}_proj.",
 }
-_QKV = tuple(f"self_attn.{which}_proj" for which in "qkv")
-_PLACE = re.compile(r"(?:(?:model\.)?layers\.(\d+)\.)?(.+)\.weight")  # the number of a weight's layer, and the module
 
 
 def config_of(sizes: dict, dtype: torch.dtype) -> dict:
@@ -50,7 +43,7 @@ def config_of(sizes: dict, dtype: torch.dtype) -> dict:
         raise InputError("gated is False; accepted: a model with gated layers, since Llama has no plain ones")
     return {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": KIND,
+        "model_type": "llama",
         **{theirs: sizes[ours] for ours, theirs in _SIZES.items()},
         "num_key_value_heads": sizes["heads"],
         "head_dim": sizes["d_model"] // sizes["heads"],
@@ -65,73 +58,28 @@ def config_of(sizes: dict, dtype: torch.dtype) -> dict:
     }
 
 
-def sizes_of(config: dict) -> dict:
-    """Return the fields of a ModelConfig that a LlamaForCausalLM's config.json stands for. InputError naming the first
-    entry that no model of ours has; an entry that is not there counts as what transformers takes for it."""
-    if missing := [name for name in _SIZES.values() if name not in config]:
-        raise InputError(f"config.json of a Llama lacks {', '.join(missing)}")
-    sizes = {ours: config[theirs] for ours, theirs in _SIZES.items()} | {"gated": True}
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    plain = {"rope_type": "default", "rope_theta": THETA}
-    accepted = {name: config_of(sizes, torch.float32)[name] for name in _FIXED} | {"rope_parameters": plain}
-    entries = {name: value for name, value in config.items() if value is not None}
-    entries["rope_parameters"] = plain | {"rope_theta": config.get("rope_theta", THETA)} | rope
-    for name, value in accepted.items():
-        if entries.get(name, value) != value:
-            raise InputError(f"{name} is {entries[name]!r:.80} in config.json of a Llama; accepted: {value!r:.80}")
-    return sizes
-
-
 def to_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of a LanguageModel under Llama's names."""
     theirs = {}
     for name, weight in weights.items():
-        layer, part = _PLACE.fullmatch(name).groups()
-        prefix = f"model.layers.{layer}." if layer else ""
-        if part == "attention.qkv_proj":
-            theirs |= {f"{prefix}{its}.weight": t for its, t in zip(_QKV, weight.chunk(3), strict=True)}
-        else:
-            theirs[f"{prefix}{_NAMES[part]}.weight"] = weight
+        name = f"model.{name}" if name.startswith(("layers.", "norm.")) else name
+        for ours, its in _NAMES.items():
+            if name.startswith(ours) or f".{ours}" in name:
+                name = name.replace(ours, its)
+        parts = zip("qkv", weight.chunk(3)) if "{}" in name else [("", weight)]
+        theirs |= {name.format(which): part for which, part in parts}
     return theirs
 
 
-def from_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights that `to_llama` renamed under their own names; others stay as they are."""
-    ours, names = {}, {theirs: own for own, theirs in _NAMES.items()}
-    for name, weight in weights.items():
-        layer, part = _PLACE.fullmatch(name).groups() if _PLACE.fullmatch(name) else (None, name)
-        prefix = f"layers.{layer}." if layer else ""
-        if part == _QKV[0]:
-            whole = [weights[name.replace(part, its)] for its in _QKV]
-            ours[f"{prefix}attention.qkv_proj.weight"] = torch.cat(whole)
-        elif part not in _QKV:
-            ours[f"{prefix}{names[part]}.weight" if part in names else name] = weight
-    return ours
-
-
-def tokenizer_files(tokenizer: str | None, vocabulary: int, context: int) -> dict[str, str]:
-    """Return the tokenizer's files by name.
-
-    tokenizer: what the tokenizer.json of the tokenizers library holds; None: for a model that reads bytes. InputError
-    where it is no such thing, or has token numbers that a model of this vocabulary lacks."""
-    content = bytes_tokenizer() if tokenizer is None else tokenizer
-    try:
-        fields = json.loads(content)
-        numbers = [*fields["model"]["vocab"].values(), *(token["id"] for token in fields.get("added_tokens") or ())]
-        most = 1 + max(numbers)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"tokenizer is no tokenizer.json with a vocabulary by token ({error!r:.200})") from None
-    if most > vocabulary or tokenizer is None and most < vocabulary:
-        raise InputError(
-            f"the model has a vocabulary of {vocabulary}, and the tokenizer {most} token numbers; accepted: the one of "
-            "its training, or None for bytes"
-        )
+def tokenizer_files(tokenizer: str | None, context: int) -> dict[str, str]:
+    """Return the tokenizer's files by name. tokenizer: what a tokenizer.json holds; None for a model of bytes."""
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         **(dict.fromkeys(("bos_token", "eos_token", "pad_token"), EDGE) if tokenizer is None else {}),
     }
+    content = bytes_tokenizer() if tokenizer is None else tokenizer
     return {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
 
 

@@ -1,24 +1,27 @@
-"""sparsify and densify: a model's ReLU feed-forward layers swapped for SparseFFNs in place, and back."""
+"""sparsify and densify: a model's ReLU feed-forward layers swapped for SparseFFNs in place, and back; and report, which
+says what they do, why, and what that was worth."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..analysis.plan import Plan
+from .. import records
+from ..analysis.plan import COLUMNS, Plan, chosen
 from ..analysis.planner import plan as plan_layers
 from ..analysis.profile import count
 from ..core import InputError, TwellError
 from ..formats import TILE, WORDS, check_geometry
-from ..layers.choice import Choice, LayerPlan
+from ..layers.choice import DENSE, Choice, LayerPlan
 from ..layers.experts import Expert, Routed
 from ..layers.find import FeedForward, Only, check_model, feed_forwards, only_dense, replaced, survey
-from ..layers.lossy import ThresholdedInput
+from ..layers.lossy import Lossy, ThresholdedInput
 from ..layers.parts import Weights, uncompiled
 from ..layers.paths import PATHS
 from ..layers.skipping import skip, stop_skipping
@@ -30,6 +33,10 @@ WAYS = (
     "tl.sparsify(model, batches), which profiles, plans and swaps; tl.sparsify(model, plan) with a tl.plan(...) or the "
     "name of its file; tl.sparsify(model, 'twell') or another path's name; tl.sparsify(model, tl.Choice(...))"
 )
+
+_COLUMNS = {"runs" if name == "choice" else name: heading for name, heading in COLUMNS.items()}
+_COLUMNS |= {"tokens": "tokens up to", "runs": "runs", "why": "why"}
+_UNKNOWN = ("tokens", "nnz", "us", "dense_us", "x_dense", "how")
 
 
 def sparsify(
@@ -83,7 +90,8 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
     """Have these layers do as they are told: all of them, or none with an error that names the one it is about.
 
     Where the plan takes torch's own dense layer for every number of tokens, that stays in its place, or comes back."""
-    tied = _tied(model)
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    tied = {number for number, many in owners.items() if many > 1}  # of parameters that several modules have
     swapped: list[tuple[str, SparseFFN]] = []
     undo: list[Callable[[], object]] = []
     for found in layers:
@@ -113,7 +121,8 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
     for found in layers:
         if isinstance(found.module, SparseFFN) and _stays(found.module.plan):
             model = _take_out(model, found.module)
-    if any(path in FOR_CUT for path in _paths(told)):
+    choices = [told] if isinstance(told, Choice) else [one for layer in told.layers for one in layer.choices.values()]
+    if any(choice.path in FOR_CUT for choice in choices):
         for module in model.modules():
             if type(module) is nn.Linear and ThresholdedInput.of(module):
                 skip(module)  # or it stays as it is, with the same zeros
@@ -121,13 +130,6 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
     if isinstance(told, Plan) and any(map(_stays, told.layers)):
         vars(uncompiled(model))[PLANNED] = told
     return model
-
-
-def _paths(told: Plan | Choice) -> set[str]:
-    """Return the paths that are taken somewhere."""
-    if isinstance(told, Choice):
-        return {told.path}
-    return {choice.path for layer in told.layers for choice in layer.choices.values()}
 
 
 def _stays(plan: LayerPlan | Choice) -> bool:
@@ -174,11 +176,6 @@ def _planned(model: nn.Module, batches, only, tokens, calls, geometry) -> nn.Mod
     return model
 
 
-def _tied(model: nn.Module) -> set[int]:
-    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-    return {number for number, many in owners.items() if many > 1}  # of parameters that several modules have
-
-
 def _read(how) -> Plan | Choice | None:
     """Return what `sparsify` was told: a Plan or a Choice; None for batches. InputError for what is neither."""
     if isinstance(how, (Plan, Choice)):
@@ -222,3 +219,50 @@ def _take_out(model: nn.Module, sparse: SparseFFN) -> nn.Module:
             Routed.take_off(dense.of)
         return model
     return replaced(model, {sparse: dense}) if sparse.registered else model
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `report` found; printed, it is a table. rows: one a layer and class of token counts, JSON-able."""
+
+    rows: list[dict]
+
+    def __str__(self) -> str:
+        return records.table([{**row, "layer": row["layer"] or "layer"} for row in self.rows], _COLUMNS)
+
+
+def report(model: nn.Module, *, only: Only | None = None) -> Report:
+    """Say for each ReLU feed-forward layer of a model what runs, why, and what it was worth. It times nothing; a layer
+    that is not swapped is run on a few rows, to say why it could not be. InputError for a model without such layers.
+
+    A row has the `layer`; its `state` ("not swapped", "planned" or "told"); `tokens`, the largest count of the class,
+    None for any count; the `choice` of path; what `runs` of it with the weights as they are: the choice, or "dense: "
+    and why (then without times); `nnz`, the neurons firing at a token when they were counted; `us` and `dense_us`, the
+    microseconds that so many tokens take, and took before the layer was swapped; `x_dense`, their ratio; `how` they are
+    known ("measured", "measured on" a layer like it, "predicted"); and `why`. What is not known is None."""
+    rows = []
+    _, reasons = find_layers(model, only)
+    plan = getattr(model, PLANNED, None)
+    stayed = {} if plan is None else {layer.name: layer for layer in plan.layers if layer.unchanged}
+    for found in feed_forwards(model, only=only):
+        sparse = found.module if isinstance(found.module, SparseFFN) else None
+        plan = stayed.get(found.name) if sparse is None else sparse.plan
+        state = "planned" if isinstance(plan, LayerPlan) else "told" if sparse else "not swapped"
+        if isinstance(plan, LayerPlan):
+            told = chosen(plan)
+        elif sparse is not None:
+            told = [{"choice": str(plan), "why": "asked for by name, be it faster or not"}]
+        else:
+            why = reasons.get(found.name, "sparsify left this layer as it is, or was not called")
+            told = [{"choice": str(DENSE), "why": why}]
+        lossy = f"; {found.acts}" if isinstance(found.acts, Lossy) else f"; {found.cut}" if found.cut else ""
+        for row in told:
+            row = {**dict.fromkeys(_UNKNOWN), **row, "layer": found.name, "state": state, "runs": row["choice"]}
+            row["why"] += lossy
+            if sparse is not None:
+                row["runs"] = sparse.runs(row["tokens"])
+                row["why"] += "; its neurons lie in another order" if sparse.order else ""
+            if row["runs"] != row["choice"] and row["runs"].startswith(f"{DENSE}: "):
+                row |= dict.fromkeys(("us", "x_dense", "how"))
+            rows.append(row)
+    return Report(rows)

@@ -15,16 +15,13 @@ zero, so that it can be skipped; the model then computes something else than bef
   weights first, so that the columns of k and gate are orthogonal, and scores the others by |x_i|; here none is rotated.
 
 A place's threshold is the quantile of the magnitudes that were seen there while the model ran over some batches
-(`calibrate`). All places get the same sparsity, or with `greedy` each its own: all begin at 0, and the one is raised by
-a level of LEVELS for which that adds the least error to its layer's output (measured for each place alone, on ROWS
-inputs) over the multiplications that it spares, until the mean, by multiplications, is what was wished."""
+(`calibrate`). All places get the same sparsity."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -47,7 +44,6 @@ from ..layers.sparse_ffn import SparseFFN
 
 CONFIG = "twell_lab_thresholds"  # what the configuration of a model of transformers calls those that are on it
 SITES = {"cats": ("activation",), **dict.fromkeys(("teal", "wina"), (INPUT, HIDDEN))}  # places of a layer, by method
-LEVELS = tuple(number / 20 for number in range(20))  # the sparsities at which errors are measured: 0 to 0.95
 ROWS = 256  # inputs of each layer that are kept to measure errors on
 LOSSY = "lossy: a thresholded model computes something else than the model it was made of"
 
@@ -116,80 +112,41 @@ class LayerCalibration:
         best = keys.topk(min(ROWS, len(keys))).indices.sort().values
         self._keys, self.rows = keys[best], inputs[best.to(x.device)]
 
-    def work(self, site: str) -> int:
-        """Return the multiplications for a token that the values of this place stand for."""
-        return _matrices(site, self.layer.gate is not None) * self.layer.up.weight.numel()
-
     @torch.no_grad()
-    def output(self, thresholds: dict[str, float]) -> Tensor:
-        """Compute what the layer gives for `rows` with these thresholds, float64 [n, d_model]."""
-        down, bounds = self.layer.down, {site: value / self.scales[site] for site, value in thresholds.items()}
-        return F.linear(hidden_of(self.layer, self.rows, bounds), down.weight, down.bias).double()
-
-    @cached_property
-    def exact(self) -> Tensor:
-        return self.output({})  # asked for when all batches were counted
-
     def error(self, thresholds: dict[str, float]) -> float:
         """Measure the error of the layer's output with these thresholds, |difference| / |output| over `rows`."""
-        return (self.output(thresholds) - self.exact).norm().item() / (self.exact.norm().item() or 1.0)
+        bounds, down = {site: value / self.scales[site] for site, value in thresholds.items()}, self.layer.down
+        cut, exact = (
+            F.linear(hidden_of(self.layer, self.rows, some), down.weight, down.bias).double() for some in (bounds, {})
+        )
+        return (cut - exact).norm().item() / (exact.norm().item() or 1.0)
 
-    @cached_property
-    def errors(self) -> dict[str, list[float]]:
-        """Measure, for each place, the error with a threshold there alone, at each of LEVELS."""
-        return {site: [self.error({site: h.threshold(level)}) for level in LEVELS] for site, h in self.sites.items()}
-
-    def at(self, sparsities: dict[str, float]) -> LayerThresholds:
-        """Return the thresholds for these sparsities of its places, and the error measured with all of them."""
-        cut = {site: self.sites[site].threshold(share) for site, share in sparsities.items()}
-        density = {site: self.sites[site].density(threshold) for site, threshold in cut.items()}
+    def at(self, sparsity: float) -> LayerThresholds:
+        """Return the thresholds for this sparsity of each place, and the error measured with all of them."""
+        cut = {site: histogram.threshold(sparsity) for site, histogram in self.sites.items()}
+        density = {site: histogram.density(cut[site]) for site, histogram in self.sites.items()}
         return LayerThresholds(self.name, *_shape(self.layer), cut, density, None if self.alone else self.error(cut))
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What the feed-forward layers of a model did on some batches, from which thresholds of every sparsity are made."""
+    """What the feed-forward layers of a model, and projections of attention, did on some batches: thresholds of every
+    sparsity are made from it."""
 
     method: str
     layers: list[LayerCalibration]
-    projections: list[LayerCalibration] = field(default_factory=list)  # of attention
+    projections: list[LayerCalibration]
 
     @property
     def tokens(self) -> int:
         """Return how many tokens the layers saw: the largest number among them, should they differ."""
         return max(layer.tokens for layer in self.layers)
 
-    def sparsities(self, sparsity: float, *, greedy: bool = False) -> list[dict[str, float]]:
-        """Return the sparsity of each place, by layer: the same for all, or as this module's first lines say."""
-        _check_sparsity(sparsity, greedy)
-        shares = [dict.fromkeys(layer.sites, 0.0 if greedy else float(sparsity)) for layer in self.layers]
-        if not greedy:
-            return shares
-        places = [(number, site) for number, layer in enumerate(self.layers) for site in layer.sites]
-        work = {(number, site): self.layers[number].work(site) for number, site in places}
-        levels = dict.fromkeys(places, 0)
-
-        def cost(place: tuple[int, str]) -> float:
-            errors, level = self.layers[place[0]].errors[place[1]], levels[place]
-            return (errors[level + 1] - errors[level]) / work[place]
-
-        total = sum(work.values())
-        left = sparsity * total
-        while left > 1e-9 * total:
-            place = min((place for place in places if levels[place] + 1 < len(LEVELS)), key=cost)
-            low, high = LEVELS[levels[place] : levels[place] + 2]
-            size = min(high - low, left / work[place])
-            shares[place[0]][place[1]] = low + size
-            left -= size * work[place]
-            levels[place] += 1
-        return shares
-
-    def at(self, sparsity: float, *, greedy: bool = False) -> Thresholds:
-        """Return the thresholds for this sparsity; arguments as `thresholds` takes them."""
-        shares = self.sparsities(sparsity, greedy=greedy)
-        layers = [layer.at(sites) for layer, sites in zip(self.layers, shares)]
-        projections = [one.at({INPUT: sparsity}) for one in self.projections]
-        return Thresholds(self.method, float(sparsity), greedy, self.tokens, layers, projections)
+    def at(self, sparsity: float) -> Thresholds:
+        """Return the thresholds for this sparsity, a share as `thresholds` takes it."""
+        _check_sparsity(sparsity)
+        layers, projections = ([one.at(sparsity) for one in some] for some in (self.layers, self.projections))
+        return Thresholds(self.method, float(sparsity), self.tokens, layers, projections)
 
 
 def calibrate(
@@ -207,8 +164,7 @@ def calibrate(
             f"no feed-forward layer in {type(model).__name__}{'' if only is None else ' that `only` takes'}; routed "
             f"experts, which share an activation, do not count; {accepted()}"
         )
-    if lossy_parts(model):
-        raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
+    _check_without(model)
     check_all((layer.name, layer.module) for layer in chosen)
     layers = [LayerCalibration(layer, method) for layer in chosen]
     projections = [LayerCalibration(one, method) for one in (_projections(model, chosen) if attention else ())]
@@ -250,7 +206,6 @@ def thresholds(
     sparsity: float = 0.5,
     *,
     method: str = "cats",
-    greedy: bool = False,
     attention: bool = False,
     only: Only | None = None,
 ) -> Thresholds:
@@ -265,30 +220,20 @@ def thresholds(
     Args:
         model: of transformers (of a family that `feed_forwards` knows) or of this project, with any activation.
         batches: what the model takes, as `twell_lab.profile` takes them.
-        sparsity: the share of the values that should become zero, from 0 up to, but not, 1; with `greedy` up to 0.95.
+        sparsity: the share of the values that should become zero, from 0 up to, but not, 1.
         method: "cats", "teal" or "wina", as this module's first lines describe them.
-        greedy: give each layer its own sparsity by measured errors, not all the same.
         attention: cut the inputs of attention's projections, too, each by the same share; not with "cats".
         only: the layers for which only(name, module) is true; the others, and routed experts, keep all their values.
 
     InputError for a model without such a layer, or with thresholds on it; for layers that compute something else than
     their parts say, are quantised, adapted, sharded, on meta or swapped; for values that are not finite."""
-    _check_sparsity(sparsity, greedy)
-    return calibrate(model, batches, method=method, attention=attention, only=only).at(sparsity, greedy=greedy)
+    _check_sparsity(sparsity)
+    return calibrate(model, batches, method=method, attention=attention, only=only).at(sparsity)
 
 
-def _check_sparsity(sparsity, greedy) -> None:
-    if not isinstance(greedy, bool):
-        raise InputError(f"greedy is {greedy!r:.80}; True or False is accepted")
-    most = LEVELS[-1] if greedy else 1.0
-    if type(sparsity) not in (int, float) or not 0 <= sparsity <= most or sparsity == 1:
-        until = f"up to {most:g}" if greedy else "up to, but not, 1"
-        raise InputError(f"sparsity is {sparsity!r:.80}; a share of the values, from 0 {until}, is accepted")
-
-
-def _matrices(site: str, gated: bool) -> int:
-    """Return how many of a layer's projections a value of this place spares a part of, where it is zero."""
-    return 2 if gated and site != "hidden" else 1
+def _check_sparsity(sparsity) -> None:
+    if type(sparsity) not in (int, float) or not 0 <= sparsity < 1:
+        raise InputError(f"sparsity is {sparsity!r:.80}; a share of the values, from 0 up to, but not, 1, is accepted")
 
 
 def _shape(layer: FeedForward) -> tuple[int, int, bool, str]:
@@ -314,9 +259,15 @@ class LayerThresholds:
     error: float | None
 
     @property
-    def work(self) -> int:
-        """Return the multiplications for a token."""
-        return (3 if self.gated else 2 if self.activation else 1) * self.d_ff * self.d_model
+    def matrices(self) -> int:
+        """Return how many matrices of d_ff x d_model it has."""
+        return 3 if self.gated else 2 if self.activation else 1
+
+    @property
+    def spared(self) -> float:
+        """Return how many of these matrices' worth of multiplications meet a zero: a gated layer's activation and
+        inputs stand for two each."""
+        return sum((1 - share) * (1 + (self.gated and site != HIDDEN)) for site, share in self.density.items())
 
 
 @dataclass(frozen=True)
@@ -326,11 +277,10 @@ class Thresholds(Saved):
     sparsity: what was wished for. tokens: how many were calibrated on."""
 
     FORMAT: ClassVar = "twell-lab thresholds"
-    VERSION: ClassVar = 3
+    VERSION: ClassVar = 4
 
     method: str
     sparsity: float
-    greedy: bool
     tokens: int
     layers: list[LayerThresholds]
     projections: list[LayerThresholds] = field(default_factory=list)
@@ -351,12 +301,11 @@ class Thresholds(Saved):
     @property
     def spared(self) -> float:
         """Return the share of the multiplications by these weights that meet a zero, on the calibration batches."""
-        zero = sum(
-            (1 - share) * _matrices(site, layer.gated) * layer.d_ff * layer.d_model
-            for layer in self.all
-            for site, share in layer.density.items()
+        zero, whole = (
+            sum(getattr(layer, what) * layer.d_ff * layer.d_model for layer in self.all)
+            for what in ("spared", "matrices")
         )
-        return zero / sum(layer.work for layer in self.all)
+        return zero / whole
 
     def table(self) -> list[dict]:
         """Return one row a layer, JSON-able: layer, threshold and density of each place, error."""
@@ -371,14 +320,13 @@ class Thresholds(Saved):
     def __str__(self) -> str:
         """Lay `table` out as lines of text, and say that this is lossy."""
         rows = [{**row, "layer": row["layer"] or "layer"} for row in self.table()]
-        how = "greedy" if self.greedy else "the same for all layers"
         cut = any(value > 0 for layer in self.layers for value in layer.thresholds.values())
         attention = f", {len(self.projections)} projections of attention included" if self.projections else ""
         label = LOSSY if cut else "so many values are zero by themselves: no threshold is above 0, nothing is changed"
         return (
             f"{records.table(rows, {name: name for name in rows[0]})}\n"
-            f"{self.method}, sparsity {self.sparsity:g}, {how}, from {self.tokens:,} tokens: {self.spared:.0%} of the "
-            f"layers' multiplications meet a zero{attention}\n{label}"
+            f"{self.method}, sparsity {self.sparsity:g}, from {self.tokens:,} tokens: {self.spared:.0%} of the layers' "
+            f"multiplications meet a zero{attention}\n{label}"
         )
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -426,21 +374,19 @@ class Thresholds(Saved):
     def loss(self, model: nn.Module, windows: Tensor) -> LossChange:
         """Measure what these thresholds cost: the loss of the model without and with them, on the same windows.
 
-        model: a causal language model, with these thresholds on it or none; left as it was. windows: int64 [n, length],
-        two or more, on text that was not calibrated on. InputError as `apply`, for other windows, and for other
-        thresholds on the model."""
+        model: a causal language model without thresholds on it; left as it was. windows: int64 [n, length], two or
+        more, on text that was not calibrated on. InputError as `apply`, for other windows, and for thresholds on the
+        model."""
         what = f"{windows.dtype} {list(windows.shape)}" if isinstance(windows, Tensor) else type(windows).__name__
         if not what.startswith("torch.int64") or windows.dim() != 2 or min(windows.shape) < 2:
             raise InputError(f"windows is {what}; accepted: int64 [n, length], two or more windows and tokens in each")
         self._pairs(model)
-        before = sorted(part.threshold for _, part in lossy_parts(model))
-        if before and before != sorted(value for layer in self.all for value in layer.thresholds.values()):
-            raise InputError("the model has other thresholds on it; accepted: one with these, or none (remove)")
+        _check_without(model)
+        without = losses(model, windows)
         try:
             with_them = losses(self.apply(model), windows)
-            without = losses(self.remove(model), windows)
         finally:
-            (self.apply if before else self.remove)(model)
+            self.remove(model)
         return LossChange.of(without, with_them, windows.shape[1] - 1)
 
     def _pairs(self, model: nn.Module) -> list[tuple[LayerThresholds, FeedForward]]:
@@ -493,6 +439,11 @@ def _check_dense(model: nn.Module) -> None:
         raise InputError(f"{', '.join(swapped[:3])}: swapped by sparsify; accepted: dense layers (twell_lab.densify)")
 
 
+def _check_without(model: nn.Module) -> None:
+    if lossy_parts(model):
+        raise InputError("the model has thresholds on it; accepted: one without (Thresholds.remove)")
+
+
 @dataclass(frozen=True)
 class LossChange:
     """The loss of a model with and without thresholds, in nats a token, on the same windows: both means, and that of
@@ -513,10 +464,6 @@ class LossChange:
         change, reach = difference.mean().item(), 1.96 * difference.std().item() / math.sqrt(n)
         means = dense.mean().item(), thresholded.mean().item()
         return cls(*means, change, change - reach, change + reach, n, n * each)
-
-    def as_dict(self) -> dict:
-        """Return plain data, with what this is."""
-        return {**asdict(self), "label": LOSSY}
 
     def __str__(self) -> str:
         return (

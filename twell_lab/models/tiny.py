@@ -91,13 +91,7 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        keys: Keys | None = None,
-        layer: int = 0,
-        mask: Tensor | None = None,
+        self, x: Tensor, cosine: Tensor, sine: Tensor, keys: Keys | None = None, layer=0, mask: Tensor | None = None
     ) -> Tensor:
         batch, length, width = x.shape
         heads = self.qkv_proj(x).view(batch, length, 3, self.heads, width // self.heads)
@@ -218,17 +212,16 @@ class LanguageModel(nn.Module):
         return _write(folder, {"format": FORMAT, **asdict(self.config)}, self._weights())
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: str | None = None) -> Path:
-        """Write the model into `folder` as a LlamaForCausalLM with its tokenizer, which transformers and `load` read;
+        """Write the model into `folder` as a LlamaForCausalLM with its tokenizer, which transformers and tl.load read;
         return the folder.
 
         tokenizer: what the tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes.
-        InputError for plain feed-forward layers, which Llama lacks, for another tokenizer, and as `save`."""
+        InputError for plain feed-forward layers, which Llama lacks, and as `save`."""
         config = llama.config_of(asdict(self.config), self.head.weight.dtype)
-        files = llama.tokenizer_files(tokenizer, self.config.vocabulary, self.config.context)
+        files = llama.tokenizer_files(tokenizer, self.config.context)
         return _write(folder, config, llama.to_llama(self._weights()), files)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the weights on the CPU. InputError for a model with thresholds on it."""
         if lossy_parts(self):
             raise InputError(
                 "the model has thresholds on it, which its file does not hold; accepted: one without "
@@ -238,21 +231,30 @@ class LanguageModel(nn.Module):
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> LanguageModel:
-        """Return the model that `save` or `save_pretrained` wrote, on the CPU, in training mode.
+        """Return the model that `save` wrote, on the CPU, in training mode.
 
-        Raises InputError for a folder without one, an unknown format, a Llama that is none of ours, and weights of
-        other names, shapes or types."""
+        Raises InputError for a folder without one, an unknown format, and weights of other names, shapes or types."""
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
                 hint = "; a run was killed there: resume it" if (folder / "training.pt").is_file() else ""
                 raise InputError(f"there is no model in {str(folder)!r}: no {name}{hint}")
         try:
-            config, is_llama = _read_config(folder)
-            weights = safetensors.torch.load_file(folder / "model.safetensors")
+            entries = read_json(folder / "config.json", "model")
+            if not isinstance(entries, dict) or type(entries.get("format")) is not int or entries["format"] != FORMAT:
+                had = (
+                    {name: entries.get(name) for name in ("format", "model_type")}
+                    if isinstance(entries, dict)
+                    else entries
+                )
+                raise InputError(
+                    f"config.json has {had!r:.80}; accepted: format {FORMAT}, as LanguageModel.save writes it (tl.load "
+                    "reads models of transformers, too)"
+                )
+            del entries["format"]
+            config, weights = ModelConfig(**entries), safetensors.torch.load_file(folder / "model.safetensors")
             if wrong := [name for name, weight in weights.items() if not weight.dtype.is_floating_point]:
                 raise InputError(f"{wrong[0]} is {weights[wrong[0]].dtype}; accepted: floating-point weights")
-            weights = llama.from_llama(weights) if is_llama else weights
             check_fits(config)
             with torch.device("meta"):
                 model = cls(config)
@@ -262,24 +264,6 @@ class LanguageModel(nn.Module):
             raise InputError(f"no model can be loaded from {str(folder)!r}: {reason:.400}") from error
         model._turn_positions()
         return model
-
-
-def _read_config(folder: Path) -> tuple[ModelConfig, bool]:
-    """Return the sizes that config.json says, and whether it is a Llama's. InputError for that of another model."""
-    entries = read_json(folder / "config.json", "model")
-    if not isinstance(entries, dict):
-        raise InputError("config.json holds no object")
-    kind = entries.get("model_type")
-    if kind == llama.KIND:
-        return ModelConfig(**llama.sizes_of(entries)), True
-    if kind is not None and "format" not in entries:
-        raise InputError(
-            f"it holds a model of transformers ({kind!r:.80}); accepted: a folder that LanguageModel.save or "
-            "save_pretrained wrote (tl.load reads others, too)"
-        )
-    if type(entries.get("format")) is not int or entries.pop("format") != FORMAT:
-        raise InputError(f"config.json is not of format {FORMAT}, the one read")
-    return ModelConfig(**entries), False
 
 
 def _write(folder: str | os.PathLike, config: dict, weights: dict[str, Tensor], files: dict | None = None) -> Path:

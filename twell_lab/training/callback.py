@@ -1,15 +1,10 @@
-"""L1 for those who train with transformers: a callback of its `Trainer` that adds the penalty to the loss.
-
-    model = tl.relufy(transformers.AutoModelForCausalLM.from_pretrained(name))
-    Trainer(model, args, train_dataset=texts, callbacks=[tl.SparsityCallback(l1=2e-5, warmup=500)]).train()
-
-The penalty is that of the published code of arXiv 2603.23198 (twell_lab.layers.terms), the remedy for dead neurons that
-of its appendix C.3 (twell_lab.training.dead)."""
+"""L1 for those who train with transformers: a callback of its `Trainer` that adds the penalty to the loss."""
 
 from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +13,25 @@ from torch import Tensor, nn
 from ..core import InputError
 from ..layers.find import firing_layers
 from ..layers.terms import layer_terms
+from ..models.tiny import check_whole
 from .config import l1_coefficient
-from .dead import reinitialise
+from .objective import reinitialise
 
 
 class SparsityCallback:
     """Add an L1 penalty on hidden activations to the loss that transformers' Trainer minimises, and log what fires.
+
+        model = tl.relufy(transformers.AutoModelForCausalLM.from_pretrained(name))
+        Trainer(model, args, train_dataset=texts, callbacks=[tl.SparsityCallback(l1=2e-5, warmup=500)]).train()
+
+    The penalty is that of the published code of arXiv 2603.23198 (twell_lab.layers.terms), the remedy for dead neurons
+    that of its appendix C.3 (twell_lab.training.objective).
 
     Args:
         l1: the coefficient; 2e-5 is the paper's for large models, small ones take 1e-4 to 1e-3.
         delay: steps before the penalty begins.
         warmup: steps over which it then grows to l1.
         reinit: how far the gate rows of dead neurons move towards fresh ones (0.1 in the paper); 0 leaves them.
-        sigma: the deviation of the fresh numbers, as the weights were initialised.
         window: steps; a neuron that fired in none of them is dead, and is then moved.
 
     Every log of the Trainer (state.log_history, and what is printed), whose `loss` has the penalty in it, also has
@@ -39,24 +40,13 @@ class SparsityCallback:
     The layers may be dense or swapped; with `reinit` they have to be dense. InputError for wrong arguments, and, when
     training begins, for a model without ReLU layers and for label smoothing, which leaves out the model's own loss."""
 
-    def __init__(
-        self,
-        l1: float,
-        *,
-        delay: int = 0,
-        warmup: int = 0,
-        reinit: float = 0.0,
-        sigma: float = 0.02,
-        window: int = 100,
-    ) -> None:
-        for name, value, most in (("l1", l1, math.inf), ("sigma", sigma, math.inf), ("reinit", reinit, 1.0)):
-            if not isinstance(value, (int, float)) or not 0 <= value <= most or value == math.inf:
-                raise InputError(f"{name} is {value!r}; accepted: a finite number from 0 up{' to 1' * (most == 1)}")
+    def __init__(self, l1: float, *, delay: int = 0, warmup: int = 0, reinit: float = 0.0, window: int = 100) -> None:
+        for name, value in (("l1", l1), ("reinit", reinit)):
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf or name == "reinit" and value > 1:
+                raise InputError(f"{name} is {value!r}; accepted: a finite number from 0 up, of reinit to 1")
         for name, steps, least in (("delay", delay, 0), ("warmup", warmup, 0), ("window", window, 1)):
-            if type(steps) is not int or steps < least:
-                raise InputError(f"{name} is {steps!r}; accepted: a whole number of steps from {least} up")
-        self.l1, self.reinit, self.sigma = l1, reinit, sigma
-        self.delay, self.warmup, self.window = delay, warmup, window
+            check_whole(name, steps, least)
+        self.l1, self.delay, self.warmup, self.reinit, self.window = l1, delay, warmup, reinit, window
         self._hooks = ExitStack()
         self._step, self._parts = 0, 1
         self._sums: Tensor | None = None  # of penalty, nnz and 1, over the forward passes since the last log
@@ -73,14 +63,11 @@ class SparsityCallback:
         """Put hooks on the model until training ends."""
         if args.label_smoothing_factor:
             raise InputError(
-                f"label_smoothing_factor is {args.label_smoothing_factor}; accepted: 0, since the Trainer does not "
-                "minimise the model's own loss with it, to which the penalty is added"
+                f"label_smoothing_factor is {args.label_smoothing_factor}; accepted: 0, with which the Trainer "
+                "minimises the model's own loss"
             )
         if args.n_gpu > 1:
-            raise InputError(
-                f"one process trains on {args.n_gpu} GPUs, whose layers would report together; accepted: a process for "
-                "each (torchrun), or one GPU (CUDA_VISIBLE_DEVICES=0)"
-            )
+            raise InputError(f"one process trains on {args.n_gpu} GPUs; accepted: a process for each (torchrun)")
         self._hooks.close()  # of a training that was interrupted
         self._step, self._parts, self._dead = state.global_step, args.gradient_accumulation_steps, None
         if args.average_tokens_across_devices:  # which has the Trainer multiply what each process adds to the mean
@@ -100,7 +87,8 @@ class SparsityCallback:
                 layer.up.weight.new_zeros(layer.up.weight.shape[0], dtype=torch.bool) for layer in self._layers
             ]
             for layer, fired in zip(self._layers, self._fired):
-                self._hooks.callback(layer.down.register_forward_pre_hook(_noting(fired)).remove)
+                noting = partial(_note, fired)
+                self._hooks.callback(layer.down.register_forward_pre_hook(noting).remove)
 
     def _penalise(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Add the penalty to the loss of a forward pass that is learned from."""
@@ -133,7 +121,7 @@ class SparsityCallback:
             if torch.distributed.is_initialized():
                 torch.distributed.all_reduce(fired, torch.distributed.ReduceOp.MAX)
             with torch.no_grad():
-                reinitialise(layer, ~fired, self.reinit, self.sigma, self._generator)
+                reinitialise(layer, ~fired, self.reinit, self._generator)
             self._dead += int((~fired).sum())
             fired.zero_()
 
@@ -143,8 +131,9 @@ class SparsityCallback:
             return
         penalty, nnz, _ = (self._sums / self._sums[2]).tolist()
         self._sums = None
-        more = {"l1_penalty": penalty, "mean_nnz": nnz, "density": nnz / self._width}
-        more |= {} if self._dead is None else {"dead": self._dead}
+        more = {"l1_penalty": penalty, "mean_nnz": nnz, "density": nnz / self._width, "dead": self._dead}
+        if self._dead is None:
+            del more["dead"]
         logs.update(more)
         state.log_history[-1].update(more)
 
@@ -153,9 +142,6 @@ class SparsityCallback:
         self._hooks.close()
 
 
-def _noting(fired: Tensor) -> Any:
-    def hook(module: nn.Module, args: tuple) -> None:
-        if module.training:
-            fired.logical_or_((args[0].detach() != 0).flatten(0, -2).any(0))
-
-    return hook
+def _note(fired: Tensor, module: nn.Module, args: tuple) -> None:
+    if module.training:
+        fired.logical_or_((args[0].detach() != 0).flatten(0, -2).any(0))

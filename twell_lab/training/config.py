@@ -17,17 +17,15 @@ from ..models.tiny import LanguageModel, ModelConfig
 from .text.source import Text
 
 # The least and the largest value of the fields that are numbers; between whole ones, whole numbers alone.
+_FROM_1 = "steps batch context log_every eval_every eval_windows accumulate dead_every".split()
+_FROM_0 = "warmup l1_delay l1_warmup dead_window seed checkpoint_every".split()
 _RANGES: dict[str, tuple[float, float]] = {
-    name: range_
-    for names, range_ in {
-        "steps batch context log_every eval_every eval_windows accumulate dead_every": (1, 2**63 - 1),
-        "warmup l1_delay l1_warmup dead_window seed checkpoint_every": (0, 2**63 - 1),
-        "weight_decay reinit_sigma": (0.0, sys.float_info.max),
-        "lr clip": (sys.float_info.min, sys.float_info.max),
-        "l1": (0.0, torch.finfo(torch.float32).max),
-        "reinit": (0.0, 1.0),
-    }.items()
-    for name in names.split()
+    **dict.fromkeys(_FROM_1, (1, 2**63 - 1)),
+    **dict.fromkeys(_FROM_0, (0, 2**63 - 1)),
+    **dict.fromkeys(("lr", "clip"), (sys.float_info.min, sys.float_info.max)),
+    "weight_decay": (0.0, sys.float_info.max),
+    "l1": (0.0, torch.finfo(torch.float32).max),
+    "reinit": (0.0, 1.0),
 }
 
 
@@ -63,8 +61,7 @@ class TrainConfig:
         l1_warmup: steps over which its coefficient then grows linearly to l1.
         dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.
         reinit: every dead_every steps the gate rows of dead neurons get this share (the paper's is 0.1) of fresh normal
-            numbers (see twell_lab.training.dead); 0 leaves them dead. Needs a dead_window.
-        reinit_sigma: deviation of the fresh numbers.
+            numbers (see twell_lab.training.objective); 0 leaves them dead. Needs a dead_window.
         dead_every: steps between two re-initialisations.
 
     The steps:
@@ -126,7 +123,6 @@ class TrainConfig:
     dead_window: int = 0
     dead_every: int = 100
     reinit: float = 0.0
-    reinit_sigma: float = 0.02
     checkpoint_every: int | None = None
     kernels: Literal["off", "auto", "sparse"] = "off"
     parallel: Literal["ddp", "fsdp"] = "ddp"

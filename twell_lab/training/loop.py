@@ -11,33 +11,41 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from tqdm import tqdm
 
 from ..analysis.profile import profile
 from ..analysis.running import vocabulary_of
+from ..analysis.switching import Switch
 from ..core import InputError, optional
+from ..layers.find import feed_forwards, firing_layers
+from ..layers.terms import LayerTerm
 from ..models.published import folder_of
+from ..models.swap import sparsify
 from ..models.tiny import LanguageModel
-from . import checkpoint, parallel, start
+from ..ops.checks import all_finite
+from . import checkpoint, parallel
 from .config import TrainConfig, TrainResult, l1_coefficient, learning_rate
-from .objective import bits_per_byte, eval_batch
+from .objective import Objective, bits_per_byte, eval_batch, reinitialise
 from .parallel import World
-from .run import Run, stopping
-from .text.prepared import load_any
-from .text.source import check_enough, spread_windows
+from .text.source import check_enough, load_any, random_windows, spread_windows
 from .text.tokenizer import tokenizer_of
 
+RESIDENT = 2**31  # bytes of tokens that are copied to the device; more stay where they are
 SAVE_EVERY = 300.0  # seconds between two checkpoints, at least, unless the config says after how many steps
 SAVE_SHARE = 10  # and at least so many times as long as the last one took to save
-FRESH = 4  # readings of a text that teach nearly as much as fresh text would (Muennighoff et al., arXiv 2305.16264)
 WRITERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # for TrainConfig's `log`
 _BAR = "{desc}: {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 
@@ -52,8 +60,7 @@ def train(
 ) -> TrainResult:
     """Train a model, from scratch or further (`from_`), validate it, and count which of its neurons fire.
 
-    Warns when no neuron fires any more, when the steps read the text more than four times over, and when a run that is
-    resumed had made all of its steps. Under torchrun the processes stop together, at the next row of the history.
+    Warns when no neuron fires any more. Under torchrun the processes stop together, at the next row of the history.
 
     Args:
         config: what to train, on what, and how long.
@@ -86,8 +93,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     state = None if resume is None else checkpoint.load(resume)
     model, tokenizer = None, config.tokenizer
     if config.from_ is not None:
-        model = start.load(config.from_)
-        config, tokenizer = start.fitted(config, model), tokenizer_of(folder_of(config.from_), vocabulary_of(model))
+        model = checkpoint.load_model(config.from_)
+        config = checkpoint.fitted(config, model)
+        tokenizer = tokenizer_of(folder_of(config.from_), vocabulary_of(model))
     # A resumed run reads the text through the tokenizer it began with: one trained again might differ.
     if state is not None and (own := Path(resume, checkpoint.TOKENIZER)).is_file():
         tokenizer = own
@@ -97,8 +105,6 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     described = {**text.describe(), "path": checkpoint.lasting(config.text), "training_size": training.size}
     if state is not None:
         checkpoint.check_same(state, config, described)
-    if world.lead:
-        _warn_of_much(config, len(training.tokens), 0 if state is None else state["step"])
     run = Run(config, initial_model(config, text.vocabulary) if model is None else model, training.tokens, world)
     if state is not None:
         run.restore(state)
@@ -146,8 +152,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             if logged or revive or saved:
                 run.check(step)
             run.step = step
-            if revive:
-                run.revive()
+            for layer, dead in zip(run.layers, run.dead()) if revive else ():
+                reinitialise(layer, dead, config.reinit, run.noise)
             bar.update()
             if logged:
                 row = _row(run, step, numbers)
@@ -161,10 +167,11 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                         raise run.diverged(f"the held-out loss is {row['val_bits_per_byte']}", step)
                 if not (silent or row["nnz"]):
                     silent = True
-                    _warn(
+                    warnings.warn(
                         f"step {step}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this "
                         f"batch (cross-entropy {row['ce']:.3f}) and none gets a gradient: with l1 {config.l1:g} the "
-                        "penalty has switched them off; a smaller l1, a longer l1_warmup, or reinit may help"
+                        "penalty has switched them off; a smaller l1, a longer l1_warmup, or reinit may help",
+                        stacklevel=3,
                     )
                 lap, lap_step = time.perf_counter(), step
                 row["seconds"] = lap - begun
@@ -190,7 +197,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     model.load_state_dict(run.weights())
     model.to(world.device).eval()
     if out is not None:
-        world.led(lambda: start.save(model, out, config.from_))
+        world.led(lambda: checkpoint.save_model(model, out, config.from_))
     if run.step < config.steps:
         raise checkpoint.Interrupted(out, run.step, config.steps)
     with autocast(config.dtype, world.device):
@@ -209,6 +216,156 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     )
 
 
+class Run:
+    """A training run in progress: the model, and what changes from step to step.
+
+    joined: the model's Objective, inside DDP where that is used; measure: the same, compiled where that is asked for,
+    which is what a step calls. last: loss and norm of the gradient of the last step, by name."""
+
+    def __init__(self, config: TrainConfig, model: nn.Module, tokens: Tensor, world: World) -> None:
+        self.config, self.world = config, world
+        self.model = model.to(world.device)
+        self.switch: Switch | None = None
+        if config.kernels != "off":
+            sparsify(model, "twell")
+            for layer in feed_forwards(model):
+                layer.module.learn("dense" if config.kernels == "auto" else "twell")
+            self.switch = Switch(model) if config.kernels == "auto" else None
+        if sharded := world.size > 1 and config.parallel == "fsdp":
+            parallel.shard(model, world)
+        objective = Objective(model)
+        self.joined: nn.Module = objective
+        self.terms = objective.terms
+        if world.size > 1 and not sharded:
+            ids = [world.device.index] if world.device.type == "cuda" else None
+            self.joined = nn.parallel.DistributedDataParallel(objective, device_ids=ids)
+        self.measure = self.joined
+        if config.compile and self.switch is not None:
+            # A change of a path is another graph. Compiled one by one, all layers on the same path share a graph; of a
+            # whole model, torch compiles eight combinations of paths and no more. The cross-entropy alone makes copies
+            # of the scores, which take gigabytes in float32 where the vocabulary is large.
+            for block in parallel.blocks(model):
+                block.compile()
+            objective.of_scores = torch.compile(F.cross_entropy)
+        elif config.compile:
+            self.measure = torch.compile(self.joined)
+        # The penalty's coefficient is a tensor: so one compiled graph serves all its values.
+        self.l1 = torch.zeros((), device=world.device) if config.l1 else None
+        self.layers = firing_layers(model)
+        self.parameters = dict(model.named_parameters())
+        matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+        others = [weight for weight in model.parameters() if weight.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        self.tokens = tokens.to(world.device) if tokens.nbytes <= RESIDENT else tokens
+        self.order, self.noise = (torch.Generator().manual_seed(config.seed) for _ in range(2))
+        widths = [len(layer.pattern.weight) for layer in self.layers] if config.dead_window else []
+        self.silent = [torch.zeros(width, dtype=torch.int64, device=world.device) for width in widths]
+        self.last: dict[str, Tensor] = {}
+        self.step, self.seconds = 0, 0.0
+        self.history: list[dict] = []
+
+    def windows(self) -> Tensor:
+        """Return this process's windows of the next step: int64 [n, context + 1] on the device, without waiting.
+        A CPU generator draws those of all processes: the same ones on every device."""
+        windows = random_windows(self.tokens, self.config.batch, self.config.context, self.order)
+        if self.world.device.type == "cuda" and not windows.is_cuda:
+            windows = windows.pin_memory().to(self.world.device, non_blocking=True)
+        return windows.chunk(self.world.size)[self.world.rank]
+
+    def dead(self) -> list[Tensor]:
+        """Return for each layer, bool [d_ff], which neurons have been silent for the whole window."""
+        return [silent >= self.config.dead_window for silent in self.silent]
+
+    def check(self, step: int) -> None:
+        """Raise InputError unless loss, gradient and every weight are finite in all processes, which all must call it.
+        A weight that is not finite need not show in the loss: kernels skip neurons. Reads the device once."""
+        values = {name: parallel.local(value) for name, value in {**self.last, **self.parameters}.items()}
+        if self.world.any(not all_finite([*values.values()])):
+            broken = [name for name, value in values.items() if not all_finite([value])]
+            raise self.diverged(f"values are not finite in {', '.join(broken[:3])}", step)
+
+    def diverged(self, what: str, step: int) -> InputError:
+        return InputError(
+            f"{what} at step {step} with lr {self.config.lr} and l1 {self.config.l1}: training diverged; a lower lr "
+            f"{'or l1 ' if self.config.l1 else ''}is the first thing to try"
+        )
+
+    def follow(self, *numbers: list[float]) -> None:
+        """Let each layer choose between the dense path and the kernels. numbers: nnz, lost, light and heavy of a
+        LayerTerm, each by layer."""
+        assert self.switch is not None
+        terms = [LayerTerm(layer.name, None, *values) for layer, *values in zip(self.layers, *numbers, strict=True)]
+        if self.switch.below is None:
+            # Processes measure different break-evens, and must all take the same path: they share the mean.
+            parts = self.config.accumulate * self.world.size
+            limits = self.switch.measure(self.config.batch * self.config.context // parts)
+            values = torch.tensor(list(limits.values()), dtype=torch.float64, device=self.world.device)
+            self.switch.below = dict(zip(limits, self.world.mean(values).tolist(), strict=True))
+        self.switch.see(terms)
+
+    def state(self, text: dict) -> dict:
+        """Return a checkpoint (see checkpoint.FIELDS), on the CPU; every process must call it."""
+        return {
+            "step": self.step,
+            "config": checkpoint.fields_of(self.config),
+            "text": text,
+            "seconds": self.seconds,
+            "history": self.history,
+            "order": self.order.get_state(),
+            "noise": self.noise.get_state(),
+            "weights": self.weights(),
+            "optimizer": {
+                name: {what: parallel.whole(value).cpu() for what, value in self.optimizer.state[weight].items()}
+                for name, weight in self.parameters.items()
+            },
+            "silent": [silent.cpu() for silent in self.silent],
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the model's weights, whole, on the CPU; every process must call it."""
+        return {name: parallel.whole(value).cpu().contiguous() for name, value in self.model.state_dict().items()}
+
+    def restore(self, state: dict) -> None:
+        """Go on from a checkpoint of the same config. With kernels "auto", layers are dense until the next row."""
+        for name, weight in self.parameters.items():
+            parallel.put(weight, state["weights"][name])
+            moments = dict(state["optimizer"][name])
+            step = moments.pop("step").to(weight.device, copy=True)
+            self.optimizer.state[weight] = {"step": step, **{what: torch.zeros_like(weight) for what in moments}}
+            for what, value in moments.items():
+                parallel.put(self.optimizer.state[weight][what], value)
+        self.order.set_state(state["order"])
+        self.noise.set_state(state["noise"])
+        self.silent = [silent.to(self.world.device, copy=True) for silent in state["silent"]]
+        self.step, self.seconds, self.history = state["step"], state["seconds"], list(state["history"])
+
+
+@contextmanager
+def stopping(active: bool, several: bool) -> Iterator[list[int]]:
+    """A context in which Ctrl-C and SIGTERM (from a cluster's scheduler) let a run save itself: with the list of those
+    that came.
+
+    Another Ctrl-C stops at once, but not one of `several` processes: they must agree to stop, and the terminal, and
+    torchrun too, send it to each of them. active: False leaves the signals alone, for a run that is not saved."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) == 1 and not several:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            with suppress(OSError, RuntimeError):  # as where Ctrl-C has ended tee, or a line is being printed
+                print("\nstopping after this step, to save it; interrupt again to stop at once", file=sys.stderr)
+
+    main = threading.current_thread() is threading.main_thread()
+    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM) if active and main}
+    try:
+        yield came
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
 def _step(run: Run, step: int) -> list[list[Tensor]]:
     """One optimizer step. Returns what Objective gave for each part of its windows, without gradients."""
     config, parts = run.config, run.config.accumulate
@@ -223,7 +380,9 @@ def _step(run: Run, step: int) -> list[list[Tensor]]:
             loss, *others = run.measure(windows, run.l1)
         (loss / parts).backward()
         numbers.append([loss.detach(), *others])
-    run.count_silent()
+    for layer, silent in zip(run.layers, run.silent):  # a row without gradient is of a neuron that did not fire
+        fired = parallel.whole((layer.pattern.weight.grad != 0).any(1))
+        silent.add_(config.batch * config.context).masked_fill_(fired, 0)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip, foreach=True)
     run.last = {"the loss": sum(part[0] for part in numbers) / parts, "the norm of its gradient": norm}
     run.optimizer.step()
@@ -274,7 +433,7 @@ def initial_model(config: TrainConfig, vocabulary: int = 256) -> nn.Module:
     """Return the model before its first step, on the CPU: the one that it starts from, or the same weights for the same
     seed, wherever it trains."""
     if config.from_ is not None:
-        return start.load(config.from_)
+        return checkpoint.load_model(config.from_)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         return LanguageModel(config.model(vocabulary))
@@ -283,21 +442,6 @@ def initial_model(config: TrainConfig, vocabulary: int = 256) -> nn.Module:
 def autocast(dtype: str, device: torch.device):
     """A context that computes in a config's `dtype`. For float32 it does nothing, and leaves a caller's autocast on."""
     return torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
-
-
-def _warn_of_much(config: TrainConfig, tokens: int, made: int) -> None:
-    asked = config.steps * config.batch * config.context
-    if asked > FRESH * tokens:
-        _warn(
-            f"{config.steps} steps of {config.batch} windows of {config.context} tokens read a text of {tokens:,} "
-            f"training tokens {asked / tokens:,.0f} times over; past about {FRESH} times it has little more to give"
-        )
-    if made >= config.steps:
-        _warn(f"all {config.steps} steps of the run had been made: its neurons are counted anew; more steps go on")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=5)  # of who called `train`
 
 
 # The tour's model. For one token, few wide layers gain more by being sparse than many narrow ones do.

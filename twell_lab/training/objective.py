@@ -1,5 +1,5 @@
-"""What training minimises, measured in one pass: cross-entropy, and the L1 of what enters each down projection. How the
-L1's coefficient rises over the steps, its schedule, is `l1_coefficient` of `config.py`."""
+"""What training minimises, measured in one pass: cross-entropy, and the L1 of what enters each down projection; and the
+remedy for the neurons that this kills."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..analysis.running import vocabulary_of
-from ..layers.find import firing_layers
+from ..layers.find import FeedForward, firing_layers
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import LayerTerm, layer_terms
+from . import parallel
 
 EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
+SIGMA = 0.02  # the deviation of fresh gate rows
 EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
 
 
@@ -81,3 +83,31 @@ class Objective(nn.Module):
             rows.append([term.l1.detach(), term.nnz, *(other if own is None else own for own, other in usual)])
         numbers = (torch.stack(column) for column in zip(*rows))
         return ce + penalty, torch.stack([ce.detach(), penalty.detach()]), *numbers
+
+
+def reinitialise(layer: FeedForward, dead: Tensor, strength: float, generator: torch.Generator) -> None:
+    """Move the gate rows of dead neurons (of `up` in a plain layer) towards fresh ones, in place; wait for the device,
+    to know which.
+
+    A neuron fires at a token where its gate's output, or in a plain layer its up projection's, is positive. The paper
+    (arXiv 2603.23198, appendix D.1) calls one dead that fired at no token of a training step, just above a million: at
+    the L1 it recommends, more than 30% are. Its remedy (appendix C.3, equation 6) is, after every training step,
+
+        Wg[j] <- (1 - lambda) Wg[j] + lambda N(0, sigma^2)      lambda 0.1, sigma 0.02 (as the weights were initialised)
+
+    which leaves almost no neuron dead. The other projections, and the optimizer's state of these rows, stay as they
+    are. A bias, which the paper's layers lack, moves towards zero, where it began.
+
+    dead: which rows, bool [d_ff]. strength: lambda. generator: draws the fresh numbers in float32, on the CPU, for the
+    dead rows in their order. With a weight that FSDP2 sharded, every process calls with the same `dead` and a generator
+    in the same state."""
+    rows = dead.nonzero().flatten()
+    if not len(rows):
+        return
+    noise = SIGMA * torch.randn(len(rows), layer.pattern.weight.shape[1], generator=generator)
+    for parameter, towards in ((layer.pattern.weight, noise), (layer.pattern.bias, torch.zeros(len(rows)))):
+        if parameter is not None:
+            whole = parallel.whole(parameter)  # which shares its memory, unless FSDP2 sharded it
+            moved = (1 - strength) * whole[rows].float() + strength * towards.to(whole.device)
+            whole[rows] = moved.to(whole.dtype)
+            parallel.put(parameter, whole)

@@ -34,10 +34,6 @@ class World:
     def lead(self) -> bool:
         return self.rank == 0
 
-    def share(self, windows: Tensor) -> Tensor:
-        """Return this process's part of the windows of a step."""
-        return windows.chunk(self.size)[self.rank] if self.size > 1 else windows
-
     def mean(self, values: Tensor) -> Tensor:
         """Return the average over processes, which each of them gets."""
         if self.size > 1:
@@ -91,21 +87,18 @@ def joined(device: str | None) -> Iterator[World]:
 
 
 def _own_device(device: str | None) -> torch.device:
-    wanted, processes = (
-        torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
-        os.environ["WORLD_SIZE"],
-    )
+    wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if wanted.type != "cuda":
         return present_device(device)
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), torch.cuda.device_count()
     if wanted.index is not None:
         raise InputError(
             f"device is {device!r} for {processes} processes; accepted: 'cuda', of which each takes one, or 'cpu'"
         )
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", processes)), torch.cuda.device_count()
-    if here > gpus:
+    if processes > gpus:
         raise DeviceError(
-            f"{here} processes were started on a machine with {gpus} GPUs; accepted: --nproc-per-node {gpus} or fewer, "
-            "or --device cpu"
+            f"{processes} processes were started on a machine with {gpus} GPUs; accepted: --nproc-per-node {gpus} or "
+            "fewer, or --device cpu"
         )
     return present_device(f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}")
 

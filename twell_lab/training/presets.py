@@ -100,10 +100,5 @@ def rows() -> list[dict]:
 
 def table() -> str:
     """Return the configurations as lines of text, for --config list."""
-
-    def short(count: int) -> str:  # 1,114,240 as "1.1M"
-        return f"{count / 1e9:.3g}B" if count >= 10**9 else f"{count / 1e6:.3g}M"
-
-    listed = [{**row, "parameters": short(row["parameters"]), "tokens": short(row["tokens"])} for row in rows()]
     columns = {"name": "name", "parameters": "weights", "layers": "layers", "d_model": "d_model", "d_ff": "d_ff"}
-    return records.table(listed, {**columns, "tokens": "tokens", "l1": "L1", "purpose": "for"})
+    return records.table(rows(), {**columns, "tokens": "tokens", "l1": "L1", "purpose": "for"})

@@ -8,7 +8,6 @@ text in the same order. `twell-lab record sweep` makes the record that the cours
 from __future__ import annotations
 
 import bisect
-import hashlib
 import statistics
 import sys
 from collections.abc import Iterator
@@ -75,15 +74,14 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
     """Train once, and return the row of a record, ready for JSON, and what `train` returned.
 
     The row: label, config, parameters, tokens, seconds, tokens_per_s (the median over the history, so that compiling
-    and validations are left out), step_ms (from that), history (one list a column, to five digits; see TrainResult),
+    and validations are left out), history (one list a column, to five digits; see TrainResult),
     validation_bits_per_byte, mean_nnz and zeros (the share of hidden activations that are zero) over all layers, and
-    what `who_fires` returns of the held-out text, which is a Text."""
+    what `who_fires` returns of the held-out text. config.text: a Text."""
     if config.compile:
         torch.compiler.reset()  # each run compiles the same functions anew, which torch does a few times and no more
     result = train(config, progress=False)
     summary, names = result.summary(), dict.fromkeys(name for row in result.history for name in row)
     history = {name: [_short(row.get(name)) for row in result.history] for name in names}
-    speed = statistics.median_high(history["tokens_per_s"])
     windows = spread_windows(config.text.split()[1].tokens, config.eval_windows, config.context)
     firing = who_fires(result.model, windows, config.dtype)
     mean = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"])
@@ -93,8 +91,7 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
         "parameters": summary["parameters"],
         "tokens": result.tokens,
         "seconds": round(result.seconds, 1),
-        "tokens_per_s": round(speed),
-        "step_ms": round(1e3 * config.batch * config.context / speed, 2),
+        "tokens_per_s": round(statistics.median_high(history["tokens_per_s"])),
         "history": history,
         "validation_bits_per_byte": round(result.validation_bits_per_byte, 5),
         "mean_nnz": round(mean, 2),
@@ -166,8 +163,7 @@ def cost(row: dict, rows: list[dict]) -> float:
 
 def seed_spread(rows: list[dict]) -> float | None:
     """Return by how much another seed alone changes the twin's loss, as a share of it; None without one."""
-    seeds = [abs(cost(row, rows)) for row in rows if row["label"].startswith("seed ")]
-    return max(seeds, default=None)
+    return max((abs(cost(row, rows)) for row in rows if row["label"].startswith("seed ")), default=None)
 
 
 def settled(row: dict, part: float = 0.25) -> float:
@@ -198,7 +194,6 @@ def record(path: str | None, base: TrainConfig = MODEL) -> Record:
         "text": NOVELS if text.sha256 == NOVELS["sha256"] else own,
         "training_size": training.size,
         "validation_size": validation.size,
-        "validation_sha256": hashlib.sha256(validation.tokens.numpy()).hexdigest(),
         "kernels": "off: torch's dense path, compiled, bfloat16 autocast; none of this package's kernels ran",
         "convention": "the loss is cross-entropy plus L1 times the sum over neurons of |h|, averaged over tokens and "
         "layers",

@@ -12,7 +12,7 @@ from twell_lab import records, simulator
 from twell_lab.app import recordings
 from twell_lab.core import InputError, TextError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.training.text.prepared import load_any
+from twell_lab.training.text.source import load_any
 
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
 SMALL = "--steps 2 --batch 2 --context 16 --d-model 16 --heads 2 --layers 1 --d-ff 32 --device cpu".split()

@@ -1,6 +1,4 @@
-"""The small model as a LlamaForCausalLM: transformers computes the same and speaks the same, and `load` reads it."""
-
-import json
+"""The small model as a LlamaForCausalLM: transformers computes and speaks the same."""
 
 import pytest
 import torch
@@ -68,58 +66,17 @@ def test_the_tokenizer_of_a_bpe_goes_with_the_model(tmp_path):
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(text).input_ids
     assert ids == bpe.encode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).tolist()
     assert tokenizer.load(tmp_path / "tokenizer.json") == bpe and max(ids) >= 256
-    for other in (None, bpe.content.replace('"vocab"', '"words"'), "{", "[]", '{"model": 3}'):
-        with pytest.raises(InputError, match="token"):
-            saved.save_pretrained(tmp_path / "not", other)
-    with pytest.raises(InputError, match="vocabulary of 256"):
-        model().save_pretrained(tmp_path / "not", bpe.content)
-    assert not (tmp_path / "not").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_exported_comes_back_also_after_transformers_saved_it(tmp_path, dtype):
-    saved = model().to(dtype)
-    sparsify(saved, "twell").save_pretrained(tmp_path / "ours")
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=dtype).save_pretrained(
-        tmp_path / "theirs"
-    )
-    for name in ("ours", "theirs"):
-        found = LanguageModel.load(tmp_path / name)
-        assert found.config == saved.config
-        for key, weight in saved.state_dict().items():
-            assert torch.equal(found.state_dict()[key], weight.float())
+def test_a_swapped_model_is_exported_in_its_own_dtype(tmp_path, dtype):
+    saved, tokens = model().to(dtype), torch.randint(256, (2, 5))
+    wanted = theirs(saved.save_pretrained(tmp_path / "dense"))(tokens).logits
+    loaded = tl.load(sparsify(saved, "twell").save_pretrained(tmp_path / "swapped"))
+    assert next(loaded.parameters()).dtype == dtype and torch.equal(loaded.double()(tokens).logits, wanted)
 
 
 def test_plain_layers_have_no_such_form(tmp_path):
     with pytest.raises(InputError, match="gated is False"):
         model(gated=False).save_pretrained(tmp_path / "not")
     assert not (tmp_path / "not").exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_key_value_heads": 1},
-        {"hidden_act": "silu"},
-        {"rms_norm_eps": 1e-5},
-        {"rope_theta": 5e5},
-        {"rope_parameters": {"rope_theta": 5e5}},
-        {"rope_scaling": {"rope_type": "llama3"}},
-        {"rope_parameters": 3},
-        {"head_dim": "x"},
-        {"attention_bias": True},
-        {"tie_word_embeddings": True},
-        {"architectures": ["LlamaForSequenceClassification"]},
-        {"hidden_size": None},
-        {"num_hidden_layers": 3},
-        {"vocab_size": 255},
-        {"num_attention_heads": ...},
-    ],
-)
-def test_a_llama_that_is_none_of_ours_or_lacks_a_size_is_refused(tmp_path, change):
-    model().save_pretrained(tmp_path)
-    config = {**json.loads((tmp_path / "config.json").read_text()), **change}
-    kept = {name: value for name, value in config.items() if value is not ...}
-    (tmp_path / "config.json").write_text(json.dumps(kept))
-    with pytest.raises(InputError, match=next(iter(change)) if ... in change.values() else ""):
-        LanguageModel.load(tmp_path)

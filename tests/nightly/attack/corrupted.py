@@ -31,7 +31,7 @@ from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.simulator import toolchain
 from twell_lab.training import checkpoint
 from twell_lab.training.loop import train
-from twell_lab.training.text import prepared, source, tokenizer
+from twell_lab.training.text import source, tokenizer
 
 _HAS_PLOTLY = importlib.util.find_spec("plotly") is not None
 # A digest covers these files: damage is always noticed, or makes no difference.
@@ -78,12 +78,12 @@ def _read_model(folder: Path):
 
 def _make_text(folder: Path) -> None:
     folder.rmdir()
-    prepared.prepare(str(kills._text_of(1)), folder, tokenizer="bpe:300")
+    source.prepare(str(kills._text_of(1)), folder, tokenizer="bpe:300")
 
 
 def _read_text(folder: Path):
     """No digest covers the tokens themselves: reading all of them may take hours."""
-    made = prepared.load(folder)
+    made = source.load_prepared(folder)
     training, validation = made.split()
     source.spread_windows(validation.tokens, 2, 8), source.spread_windows(training.tokens, 2, 8)
     json.dumps(made.describe(), allow_nan=False)

@@ -22,7 +22,7 @@ PRELOADED = [
     "twell_lab.app.cli",
     "twell_lab.training.loop",
     "twell_lab.analysis.planner",
-    "twell_lab.training.text.prepared",
+    "twell_lab.training.text.source",
     "twell_lab.simulator",
 ]
 

@@ -24,7 +24,7 @@ from twell_lab.core import TwellError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.training import checkpoint
 from twell_lab.training.config import TrainConfig
-from twell_lab.training.text import prepared
+from twell_lab.training.text import source
 from twell_lab.training.text.source import BYTES
 from twell_lab.training.text.tokenizer import load as load_tokenizer
 
@@ -84,7 +84,7 @@ def _quietly() -> None:
 def train_here(out: str, text: str, resume: bool, count: int, said: str) -> None:
     """A training that notes in the file `said` each step whose checkpoint was saved, and at the end its result."""
     _quietly()
-    from twell_lab.training import run as running  # noqa: F401  (loaded before anything is counted)
+    from twell_lab.training import loop as running  # noqa: F401  (loaded before anything is counted)
     from twell_lab.training.loop import train
 
     if count:
@@ -238,7 +238,7 @@ def _prepared_to(kind: str, folder: Path, seed: int):
         "tokenizer": lambda: BYTES.save(folder / "tokenizer.json"),
         "plan": lambda: Plan([], "cpu", "float32", rates={"a": float(seed)}).save(folder / "plan.json"),
         "careless": lambda: _carelessly(folder / "careless.json", json.dumps({"value": seed})),
-        "text": lambda: prepared.prepare(str(_text_of(seed)), folder),
+        "text": lambda: source.prepare(str(_text_of(seed)), folder),
     }[kind]
 
 
@@ -267,9 +267,9 @@ def _text_of(seed: int) -> Path:
 def _read(kind: str, folder: Path):
     """Something that tells apart what was saved there; None where there is nothing of that name."""
     if kind == "text":
-        if not prepared.is_prepared(folder):
+        if not source.is_prepared(folder):
             return None
-        made = prepared.load(folder)
+        made = source.load_prepared(folder)
         return made.sha256, bytes(made.tokens.numpy()).decode()[:30]
     files = {"model": ["model.safetensors", "config.json"]}.get(kind, [f"{kind}.json"])
     if not all((folder / name).exists() for name in files):

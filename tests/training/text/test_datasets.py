@@ -9,7 +9,7 @@ import pytest
 
 from twell_lab.core import InputError, StackError, TextError
 from twell_lab.training.text import source
-from twell_lab.training.text.prepared import load_any
+from twell_lab.training.text.source import load_any
 
 DOCUMENTS = ["First, Straße.", "second\nwith two lines\n", "", "third"]
 JOINED = "First, Straße.\n\nsecond\nwith two lines\n\n\nthird\n\n".encode()

@@ -17,7 +17,7 @@ from twell_lab.app import cli
 from twell_lab.core import LOCK, InputError, TextError
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
-from twell_lab.training.text import prepared, source, tokenizer
+from twell_lab.training.text import source, tokenizer
 from twell_lab.training.text.source import BYTES
 
 FILES = ["tokenizer.json", "tokens.bin", "twell-lab-text.json"]
@@ -43,17 +43,17 @@ def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
     if tokenizer is not None:
         pytest.importorskip("tokenizers")
     whole = source.load(folder)
-    text = prepared.prepare(folder, tmp_path / "out", tokenizer=tokenizer)
+    text = source.prepare(folder, tmp_path / "out", tokenizer=tokenizer)
     assert bytes_of(text) == (raw := whole.tokens.numpy().tobytes())
-    assert text.describe() == prepared.load_any(whole, tokenizer=text.tokenizer).describe()
-    assert torch.equal(text.tokens, prepared.load_any(whole, tokenizer=text.tokenizer).tokens)
+    assert text.describe() == source.load_any(whole, tokenizer=text.tokenizer).describe()
+    assert torch.equal(text.tokens, source.load_any(whole, tokenizer=text.tokenizer).tokens)
     maps = Path("/proc/self/maps")
     assert not maps.exists() or str(tmp_path / "out" / "tokens.bin") in maps.read_text()  # mapped, not read
     training, validation = text.split()
     assert training.size + validation.size == whole.size and abs(validation.size - whole.size / 10) < 100
     assert (bytes_of(training), bytes_of(validation)) == (raw[: training.size], raw[training.size :])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
-    assert str(tmp_path) not in (tmp_path / "out" / prepared.MANIFEST).read_text()
+    assert str(tmp_path) not in (tmp_path / "out" / source.MANIFEST).read_text()
 
 
 @given(st.lists(st.binary(min_size=6, max_size=40), min_size=1, max_size=30), st.integers(1, 200))
@@ -63,8 +63,8 @@ def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk)
     for number, document in enumerate(documents):
         (folder / f"{number:02}").write_bytes(document)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "CHUNK", chunk)
-        text = prepared.prepare(folder, out)
+        patch.setattr(source, "CHUNK", chunk)
+        text = source.prepare(folder, out)
     assert bytes_of(text) == (raw := b"".join(documents)) and text.cut[0] == text.cut[1] == len(raw) - round(
         len(raw) / 10
     )
@@ -74,9 +74,9 @@ def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk)
 def test_a_bpe_learns_nothing_from_what_is_held_out(folder, tmp_path, monkeypatch, sample):
     pytest.importorskip("tokenizers")
     learned, real = [], tokenizer.train
-    monkeypatch.setattr(prepared, "SAMPLE", sample)
+    monkeypatch.setattr(source, "SAMPLE", sample)
     monkeypatch.setattr(tokenizer, "train", lambda some, size: learned.append(some) or real(some, size))
-    text = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
+    text = source.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
     raw = source.load(folder).tokens.numpy().tobytes()
     (some,) = learned
     assert some.size <= text.cut[0] and some.tokens.numpy().tobytes() == raw[: some.size] and bytes_of(text) == raw
@@ -87,12 +87,12 @@ def test_long_files_come_in_pieces_that_the_encoder_would_make_itself(tmp_path, 
     monkeypatch.setattr(tokenizer, "CHUNK", 1024)
     lines = b"".join(b"line %d of a long file, caf\xc3\xa9\n" % number for number in range(600))
     (tmp_path / "long.txt").write_bytes(lines + b"x" * 5000 + b"\xe2\x82\xac" * 1500)
-    text = prepared.prepare(tmp_path / "long.txt", tmp_path / "out", tokenizer="bpe:300")
-    whole = prepared.load_any(tmp_path / "long.txt", tokenizer=text.tokenizer)
+    text = source.prepare(tmp_path / "long.txt", tmp_path / "out", tokenizer="bpe:300")
+    whole = source.load_any(tmp_path / "long.txt", tokenizer=text.tokenizer)
     assert torch.equal(text.tokens, whole.tokens) and text.sha256 == whole.sha256
     (tmp_path / "binary").write_bytes(b"a" * 5000 + b"\0")
     with pytest.raises(TextError, match="binary has 0 bytes"):
-        prepared.prepare(tmp_path / "binary", tmp_path / "none")
+        source.prepare(tmp_path / "binary", tmp_path / "none")
 
 
 def test_datasets_and_fields_are_prepared_too(tmp_path):
@@ -102,13 +102,13 @@ def test_datasets_and_fields_are_prepared_too(tmp_path):
     rows = [{"text": f"document {number}"} for number in range(20)]
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for number, spec in enumerate((f"hf:{folder}", f"{folder / 'a.jsonl'}?field=text")):
-        text = prepared.prepare(spec, tmp_path / str(number))
+        text = source.prepare(spec, tmp_path / str(number))
         assert bytes_of(text) == b"".join(row["text"].encode() + b"\n\n" for row in rows)
 
 
 def test_a_model_trains_on_it_and_goes_on(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepared, "HELD_OUT", 300)  # less than text.split would hold out
-    prepared.prepare(folder, tmp_path / "text")
+    monkeypatch.setattr(source, "HELD_OUT", 300)  # less than text.split would hold out
+    source.prepare(folder, tmp_path / "text")
     sizes = dict(steps=8, batch=4, context=16, d_model=16, layers=2, heads=2, d_ff=32, warmup=2)
     rows = dict(log_every=2, eval_every=4, eval_windows=4, checkpoint_every=4)
     config = TrainConfig(text=tmp_path / "text", **sizes, **rows)
@@ -123,12 +123,12 @@ def test_a_model_trains_on_it_and_goes_on(folder, tmp_path, monkeypatch):
 
 def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
     pytest.importorskip("tokenizers")
-    text = prepared.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
+    text = source.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
     for same in (None, f"bpe:{text.vocabulary}", text.tokenizer, tmp_path / "out" / "tokenizer.json"):
-        assert prepared.load_any(tmp_path / "out", tokenizer=same).tokenizer == text.tokenizer
+        assert source.load_any(tmp_path / "out", tokenizer=same).tokenizer == text.tokenizer
     for other in ("bytes", "bpe:999", BYTES):
         with pytest.raises(InputError, match="the text 'poems' was prepared with another of"):
-            prepared.load_any(tmp_path / "out", tokenizer=other)
+            source.load_any(tmp_path / "out", tokenizer=other)
 
 
 # What is refused
@@ -136,7 +136,7 @@ def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
 
 def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_path):
     out, mine = tmp_path / "out", tmp_path / "mine"
-    prepared.prepare(folder, out)
+    source.prepare(folder, out)
     mine.mkdir()
     (mine / "tokens.bin").write_bytes(b"of somebody else")
     for spec, into, words in (
@@ -147,20 +147,20 @@ def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_pat
         (folder, folder / "out", "is inside of the text"),
     ):
         with pytest.raises(InputError, match=words):
-            prepared.prepare(spec, into)
+            source.prepare(spec, into)
     assert (mine / "tokens.bin").read_bytes() == b"of somebody else"
 
 
 def test_one_preparation_at_a_time_and_what_fails_is_in_nobodys_way(folder, tmp_path):
     def second(size):
         with pytest.raises(InputError, match="in use by another preparation; accepted: another"):
-            prepared.prepare(folder, tmp_path / "out")
+            source.prepare(folder, tmp_path / "out")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepared.prepare(folder, tmp_path / "out", on_bytes=second)
-    assert not prepared.is_prepared(tmp_path / "out")
-    assert prepared.prepare(folder, tmp_path / "out").size == source.load(folder).size
+        source.prepare(folder, tmp_path / "out", on_bytes=second)
+    assert not source.is_prepared(tmp_path / "out")
+    assert source.prepare(folder, tmp_path / "out").size == source.load(folder).size
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -170,9 +170,9 @@ def test_a_preparation_that_fails_anywhere_is_cleared_away_by_the_next(folder, t
     while harmed:
         change += 1
         out = tmp_path / str(change)
-        harmed = harmed_at(change, lambda out=out: prepared.prepare(folder, out))
+        harmed = harmed_at(change, lambda out=out: source.prepare(folder, out))
         left |= {path.name for path in out.iterdir()} if out.exists() else set()
-        text = prepared.load(out) if prepared.is_prepared(out) else prepared.prepare(folder, out)
+        text = source.load_prepared(out) if source.is_prepared(out) else source.prepare(folder, out)
         assert bytes_of(text) == raw and {path.name for path in out.iterdir()} - {LOCK} == {*FILES}
     assert change > 4 and (harmed_at is full_at or {"tokens.bin.part", "twell-lab-text.json"} <= left)
 
@@ -182,8 +182,8 @@ def test_a_preparation_that_fails_anywhere_is_cleared_away_by_the_next(folder, t
 )
 def test_what_is_damaged_is_named(folder, tmp_path, damage):
     out = tmp_path / "out"
-    prepared.prepare(folder, out)
-    tokens, manifest = out / "tokens.bin", out / prepared.MANIFEST
+    source.prepare(folder, out)
+    tokens, manifest = out / "tokens.bin", out / source.MANIFEST
     fields = json.loads(manifest.read_text())
     if damage in ("short", "long"):
         tokens.write_bytes(tokens.read_bytes()[:-1] if damage == "short" else tokens.read_bytes() + b"a")
@@ -193,7 +193,7 @@ def test_what_is_damaged_is_named(folder, tmp_path, damage):
         changed = {"another format": {"format": 2}, "another tokenizer": {"tokenizer": "0" * 64}}.get(damage, {})
         manifest.write_text({"no json": "{", "a list": "[]"}.get(damage) or json.dumps(fields | changed))
     with pytest.raises(TextError, match=str(out)):
-        prepared.load_any(out)
+        source.load_any(out)
 
 
 def test_the_command(folder, tmp_path, capsys):

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from twell_lab.core import InputError, StackError, TextError
 from twell_lab.training.text import source, tokenizer
-from twell_lab.training.text.prepared import load_any
-from twell_lab.training.text.source import BYTES
+from twell_lab.training.text.source import BYTES, load_any
 from twell_lab.training.text.tokenizer import BPE
 
 WORDS = b"the quick brown fox jumps over the lazy dog\n"

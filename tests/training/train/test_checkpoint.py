@@ -21,9 +21,8 @@ from twell_lab.app import cli
 from twell_lab.core import LOCK, InputError
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, loop, parallel
-from twell_lab.training import run as running
 from twell_lab.training.loop import initial_model, train
-from twell_lab.training.text.prepared import load_any
+from twell_lab.training.text.source import load_any
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -71,8 +70,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tm
     assert curve(result.history) == curve(whole.history)
     assert all(map(torch.equal, result.model.parameters(), whole.model.parameters()))
     assert same(checkpoint.load(tmp_path), checkpoint.load(folder))
-    with pytest.warns(UserWarning, match="all 12 steps of the run had been made"):
-        again = train(tiny(**FULL), resume=tmp_path, progress=False)
+    again = train(tiny(**FULL), resume=tmp_path, progress=False)
     assert curve(again.history) == curve(whole.history) and again.mean_nnz == whole.mean_nnz
 
 
@@ -85,7 +83,6 @@ def test_more_steps_go_on(tiny, curve, tmp_path):
         train(tiny(steps=5), resume=tmp_path, progress=False)
 
 
-@pytest.mark.filterwarnings("ignore:100000 steps")
 def test_a_run_that_was_interrupted_goes_on_bit_for_bit(tiny, curve, tmp_path, some_text):
     """By Ctrl-C in a process of its own, at whatever step it is, and then by SIGTERM in this one."""
     text, out = tmp_path / "text.py", tmp_path / "out"
@@ -126,17 +123,17 @@ def test_what_a_folder_holds_after_a_run(unbroken):
 def test_the_first_signal_asks_and_another_ctrl_c_stops_at_once():
     before = [signal.getsignal(number) for number in SIGNALS]
     for first in SIGNALS:
-        with running.stopping(active=True, several=False) as came:
+        with loop.stopping(active=True, several=False) as came:
             signal.raise_signal(first)
             signal.raise_signal(signal.SIGTERM)  # `timeout` sends two
             assert came == [first, signal.SIGTERM]
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-        with running.stopping(active=True, several=True) as came:
+        with loop.stopping(active=True, several=True) as came:
             for number in (first, *SIGNALS):
                 signal.raise_signal(number)
             assert came == [first, *SIGNALS]
-    with running.stopping(active=False, several=False), pytest.raises(KeyboardInterrupt):
+    with loop.stopping(active=False, several=False), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert before == [signal.getsignal(number) for number in SIGNALS]
 
@@ -151,7 +148,7 @@ def test_processes_share_their_break_evens(tiny, monkeypatch):
     limits = {"layers.0.mlp": 10.0, "layers.1.mlp": 20.0}
     monkeypatch.setattr(switching.Switch, "measure", lambda switch, tokens: limits)
     config = tiny(kernels="auto")
-    run = running.Run(config, initial_model(config), config.text.tokens, Two(torch.device("cpu")))
+    run = loop.Run(config, initial_model(config), config.text.tokens, Two(torch.device("cpu")))
     for nnz, paths in (([14.0, 30.0], ["dense", "dense"]), ([13.0, 30.0], ["twell", "dense"])):
         run.follow(nnz, [0.0, 0.0])
         assert run.switch.below == {"layers.0.mlp": 15.0, "layers.1.mlp": 20.0}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from twell_lab.layers.find import FeedForward
-from twell_lab.training.dead import reinitialise
+from twell_lab.training.objective import reinitialise
 
 DEAD = torch.tensor([0, 1, 0, 0, 1, 1, 0, 0]).bool()
 
@@ -27,9 +27,9 @@ def drawn():
 def test_dead_rows_move_as_the_papers_equation_says(bias, gated):
     changed = layer(bias, gated)
     before = copy.deepcopy(changed)
-    reinitialise(changed, torch.zeros(8, dtype=torch.bool), 0.1, 0.02, drawn())
+    reinitialise(changed, torch.zeros(8, dtype=torch.bool), 0.1, drawn())
     assert torch.equal(changed.pattern.weight, before.pattern.weight)
-    reinitialise(changed, DEAD, 0.1, 0.02, drawn())
+    reinitialise(changed, DEAD, 0.1, drawn())
     expected = before.pattern.weight.detach().clone()
     expected[DEAD] = 0.9 * expected[DEAD] + 0.1 * 0.02 * torch.randn(3, 5, generator=drawn())
     torch.testing.assert_close(changed.pattern.weight.detach(), expected)
@@ -53,7 +53,7 @@ def test_a_sharded_weight_changes_as_a_whole_one_does():
         for name, value in list(sharded.gate.named_parameters()):
             setattr(sharded.gate, name, nn.Parameter(distribute_tensor(value.detach(), mesh, [Shard(0)])))
         for changed in (whole, sharded):
-            reinitialise(changed, DEAD, 0.1, 0.02, drawn())
+            reinitialise(changed, DEAD, 0.1, drawn())
         torch.testing.assert_close(sharded.gate.weight.full_tensor(), whole.gate.weight)
         torch.testing.assert_close(sharded.gate.bias.full_tensor(), whole.gate.bias)
     finally:

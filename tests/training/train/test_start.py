@@ -13,7 +13,7 @@ from twell_lab.core import InputError, StackError
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint
 from twell_lab.training.loop import train
-from twell_lab.training.text.prepared import load_any
+from twell_lab.training.text.source import load_any
 
 SIZES = {"d_model": 128, "layers": 4, "heads": 4, "d_ff": 512}  # the defaults: given to no model that is there
 

@@ -1,9 +1,14 @@
-"""The text a model trains on: bytes, with a checksum, and a held-out part made of whole files.
+"""The text a model trains on: its bytes or tokens, with a checksum, and a held-out part; in memory, or prepared.
 
 The default text is the source of Python's own standard library (PSF licence), which is on every machine that runs this;
 it differs by Python version, so its SHA-256 goes into every record. A dataset of Hugging Face needs the `datasets`
 library, an optional package, and a network. The paper (arXiv 2603.23198) trains on a deduplicated fineweb-edu;
-"hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original."""
+"hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original.
+
+A text of any length is prepared once: documents are read, encoded and written one after the other, long files in
+pieces, into a folder with `tokens.bin`, the token numbers one after the other, little-endian; `tokenizer.json`; and
+`twell-lab-text.json`, the manifest. Until all of it is written the tokens are called `tokens.bin.part`. Training maps
+them into memory."""
 
 from __future__ import annotations
 
@@ -14,18 +19,19 @@ import os
 import platform
 import sysconfig
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from urllib.parse import parse_qsl
 
+import numpy
 import torch
 from torch import Tensor
 
-from ...core import InputError, TextError, TwellError, optional
+from ...core import LOCK, InputError, TextError, TwellError, locked_folder, optional
 from . import tokenizer as tokenizers
-from .tokenizer import BYTES, CHUNK, Tokenizer, pieces
+from .tokenizer import BYTES, Tokenizer, pieces
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
@@ -35,6 +41,13 @@ MOST_BYTES = 100_000_000  # of a dataset, unless said otherwise: a few minutes o
 SEPARATOR = b"\n\n"  # after each document of a dataset: shows the model where one ends
 _PARTS = {"subset": None, "split": "train", "column": "text", "bytes": None, "revision": None}
 TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
+
+MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
+UNFINISHED = f"{TOKENS}.part"
+FORMAT = 1
+HELD_OUT = 64 * 2**20  # bytes of a prepared text for validation; a tenth of a shorter one
+SAMPLE = 100_000_000  # bytes at its beginning; a BPE is trained on the first four fifths of them
+CHUNK = 16 * 2**20  # bytes of it that are encoded at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +76,7 @@ class Text:
     def describe(self) -> dict:
         """Return what a record keeps: name, SHA-256, size, the tokenizer unless it is bytes, a dataset's source."""
         fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
-        if self.tokenizer != BYTES:
-            fields["tokenizer"] = self.tokenizer.describe()
+        fields |= {} if self.tokenizer == BYTES else {"tokenizer": self.tokenizer.describe()}
         return fields if self.source is None else {**fields, "source": self.source}
 
     def split(self, fraction: float = TRAINING) -> tuple[Text, Text]:
@@ -92,14 +104,54 @@ class Text:
         nearby = self.tokens[first - 1 : min(first + 4096, self.size - 1)].numpy().tobytes()
         return min(fitting, key=lambda start: abs(start - wanted), default=first + max(nearby.find(b"\n"), 0))
 
-    def encoded(self, tokenizer: Tokenizer | int) -> Text:
-        """Return this text of bytes through a tokenizer, or a BPE of so many tokens that is trained on its training
-        part. TextError for a tokenizer that loses bytes."""
-        parts = self.split()
-        own = tokenizers.train(parts[0], tokenizer) if isinstance(tokenizer, int) else tokenizer
-        first, rest = (own.encode(part.tokens, part.starts) for part in parts)
-        cut = parts[0].size, len(first)
-        return replace(self, tokens=torch.cat([first, rest]), tokenizer=own, starts=(0,), cut=cut)
+
+def load_any(spec: str | os.PathLike | Text | None, *, tokenizer: str | os.PathLike | Tokenizer | None = None) -> Text:
+    """Return the text that a command line or a config names, read through a tokenizer.
+
+    spec: as for `stream`, a folder that `prepare` made, or a text. tokenizer: None (that of the text, or bytes),
+    "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the training part of the text), a path of a tokenizer's
+    JSON, or a tokenizer. TextError for what can't be read, StackError for an optional package that is missing, and
+    InputError for a wrong vocabulary, and another tokenizer than the one that a text was prepared with."""
+    if isinstance(spec, Text):
+        text = spec
+    else:
+        text = load_prepared(spec) if spec is not None and is_prepared(spec) else load(spec)
+    wanted = text.tokenizer if tokenizer is None else tokenizers.named(tokenizer)
+    if wanted in (text.tokenizer, text.vocabulary):
+        return text
+    if text.cut is not None:
+        raise InputError(
+            f"tokenizer is {getattr(tokenizer, 'name', tokenizer)!r}, and the text {text.name!r} was prepared with "
+            f"another of {text.vocabulary}; accepted: that one, or a text that is not prepared"
+        )
+    parts = text.split()
+    own = tokenizers.train(parts[0], wanted) if isinstance(wanted, int) else wanted
+    first, rest = (own.encode(part.tokens, part.starts) for part in parts)
+    cut = parts[0].size, len(first)
+    return replace(text, tokens=torch.cat([first, rest]), tokenizer=own, starts=(0,), cut=cut)
+
+
+def load(spec: str | os.PathLike | None = None) -> Text:
+    """Return the text of `stream`, read as bytes into memory. TextError also for more than 1 GiB, and for what holds no
+    text; InputError for a dataset of which more than that is asked for."""
+    name, files, source = stream(spec, MOST_BYTES)
+    contents, size = [], 0
+    for file in files:
+        if content := b"".join(islice(file, LARGEST // tokenizers.CHUNK + 1)):
+            contents.append(content)
+        if (size := size + len(content)) > LARGEST:
+            raise TextError(
+                f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what twell-lab prepare "
+                "makes of it"
+            )
+    if not contents:
+        raise TextError(f"{os.fspath(spec or '')!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
+    return of_pieces(name if source is None else f"{name}, first {size:,} bytes", contents, source)
+
+
+def standard_library() -> Text:
+    """Return the source of this Python's standard library, without tests and installed packages (about 10 MB)."""
+    return load(None)
 
 
 def of_pieces(name: str, files: list[bytes], source: dict | None = None) -> Text:
@@ -113,10 +165,9 @@ def of_pieces(name: str, files: list[bytes], source: dict | None = None) -> Text
 # ---- reading ----
 
 
-Stream = tuple[str, Iterable[Iterable[bytes]], dict | None]
-
-
-def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
+def stream(
+    spec: str | os.PathLike | None, most: int | None = None
+) -> tuple[str, Iterable[Iterable[bytes]], dict | None]:
     """Return the text that a command line or a config names, before it is read: its name, its files or documents in
     order, each in pieces, and for a dataset its parts (see `parse`).
 
@@ -132,15 +183,7 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
             raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
         return name, map(_pieces_of, files), None
     if isinstance(spec, str) and spec.startswith("hf:"):
-        parts = parse(spec)
-        parts["bytes"] = parts["bytes"] or most
-        if most is not None and parts["bytes"] > LARGEST:
-            raise InputError(f"bytes is more than {LARGEST} in {spec!r}; more is for twell-lab prepare")
-        what = f"the dataset {parts['dataset']!r} (subset {parts['subset']!r}, split {parts['split']!r})"
-        documents = _documents(what, _rows_of_dataset(dict(parts)), parts["column"], parts["bytes"])
-        if os.path.isdir(parts["dataset"]):  # no path of this machine in records
-            parts["dataset"] = os.path.basename(os.path.abspath(parts["dataset"]))
-        return ", ".join(filter(None, map(parts.get, ("dataset", "subset", "split")))), documents, parts
+        return _dataset(spec, most)
     path, asked, field = os.fspath(spec).partition("?field=")
     name = os.path.basename(os.path.abspath(path)) or "text"
     name = name if name.isprintable() else ascii(name)[1:-1]
@@ -148,7 +191,7 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
     if asked:
         if not rows:
             raise TextError(f"{os.fspath(spec)!r:.200}: a field is picked from a .jsonl or .csv file alone")
-        return f"{name}?field={field}", _documents(f"the text {path!r:.200}", _rows_of_file(path), field), None
+        return f"{name}?field={field}", _documents(f"the text {path!r:.200}", _rows_of(path), field), None
     try:
         Path(path).stat()  # says why there is nothing
         files = _files(Path(path)) if os.path.isdir(path) else [Path(path)]
@@ -159,29 +202,6 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> Stream:
     if rows and os.path.isfile(path):
         warnings.warn(f"{name} is read as plain text; {name}?field=text reads its field `text`", stacklevel=2)
     return name, map(_pieces_of, files), None
-
-
-def load(spec: str | os.PathLike | None = None) -> Text:
-    """Return the text of `stream`, read as bytes into memory. TextError also for more than 1 GiB, and for what holds no
-    text; InputError for a dataset of which more than that is asked for."""
-    name, files, source = stream(spec, MOST_BYTES)
-    contents, size = [], 0
-    for file in files:
-        if content := b"".join(islice(file, LARGEST // CHUNK + 1)):
-            contents.append(content)
-        if (size := size + len(content)) > LARGEST:
-            raise TextError(
-                f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what twell-lab prepare "
-                "makes of it"
-            )
-    if not contents:
-        raise TextError(f"{os.fspath(spec or '')!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
-    return of_pieces(name if source is None else f"{name}, first {size:,} bytes", contents, source)
-
-
-def standard_library() -> Text:
-    """Return the source of this Python's standard library, without tests and installed packages (about 10 MB)."""
-    return load(None)
 
 
 def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
@@ -228,6 +248,29 @@ def parse(spec: str) -> dict:
         ) from None
 
 
+def _dataset(spec: str, most: int | None) -> tuple[str, Iterable[Iterable[bytes]], dict]:
+    parts = parse(spec)
+    parts["bytes"] = parts["bytes"] or most
+    if most is not None and parts["bytes"] > LARGEST:
+        raise InputError(f"bytes is more than {LARGEST} in {spec!r}; more is for twell-lab prepare")
+    dataset, subset, split = names = [parts[name] for name in ("dataset", "subset", "split")]
+
+    def rows() -> Iterator[dict]:
+        how = {"split": split, "revision": parts["revision"], "streaming": True}
+        yield from optional("datasets", "a Hugging Face dataset").load_dataset(dataset, subset, **how)
+
+    what = f"the dataset {dataset!r} (subset {subset!r}, split {split!r})"
+    if os.path.isdir(dataset):  # no path of this machine in records
+        names[0] = parts["dataset"] = os.path.basename(os.path.abspath(dataset))
+    return ", ".join(filter(None, names)), _documents(what, rows(), parts["column"], parts["bytes"]), parts
+
+
+def _rows_of(path: str) -> Iterator[dict]:
+    with open(path, encoding="utf-8", newline="") as file:
+        lines = (json.loads(line) for line in file if line.strip())
+        yield from csv.DictReader(file) if path.lower().endswith(".csv") else lines
+
+
 def _documents(what: str, rows: Iterable[dict], column: str, most: int | None = None) -> Iterator[list[bytes]]:
     """Yield the text in a column of each row that has some, and an empty line, up to `most` bytes in all. TextError,
     naming `what` is read, for another column, and for what reading it raises."""
@@ -237,9 +280,8 @@ def _documents(what: str, rows: Iterable[dict], column: str, most: int | None = 
             if column not in row or not isinstance(row[column], str | None):
                 raise TextError(f"{what} has no text in {column!r}; accepted: one of {', '.join(map(repr, row))}")
             if row[column]:
-                piece = (row[column].encode("utf-8", "surrogatepass") + SEPARATOR)[
-                    : None if most is None else most - size
-                ]
+                piece = row[column].encode("utf-8", "surrogatepass") + SEPARATOR
+                piece = piece[: None if most is None else most - size]
                 size += len(piece)
                 yield [piece]
             if size == most:
@@ -253,15 +295,112 @@ def _documents(what: str, rows: Iterable[dict], column: str, most: int | None = 
         ) from error
 
 
-def _rows_of_file(path: str) -> Iterator[dict]:
-    with open(path, encoding="utf-8", newline="") as file:
-        lines = (json.loads(line) for line in file if line.strip())
-        yield from csv.DictReader(file) if path.lower().endswith(".csv") else lines
+# ---- prepared texts ----
 
 
-def _rows_of_dataset(parts: dict) -> Iterator[dict]:
-    how = {"split": parts["split"], "revision": parts["revision"], "streaming": True}
-    yield from optional("datasets", "a Hugging Face dataset").load_dataset(parts["dataset"], parts["subset"], **how)
+def is_prepared(path: str | os.PathLike) -> bool:
+    """Return whether `prepare` made this folder, and came to its end."""
+    return os.path.isfile(Path(path, MANIFEST)) and not os.path.exists(Path(path, UNFINISHED))
+
+
+def load_prepared(folder: str | os.PathLike) -> Text:
+    """Return the text that `prepare` left in a folder. TextError where the manifest, the tokenizer or the tokens are
+    missing or not those of one preparation."""
+    folder = Path(folder)
+    try:
+        fields = json.loads((folder / MANIFEST).read_bytes())
+        same = {name: fields[name] for name in ("name", "sha256", "size", "source")}
+        tokenizer, cut = tokenizers.load(folder / TOKENIZER), (fields["cut"]["bytes"], fields["cut"]["tokens"])
+        tokens = _mapped(folder / TOKENS, fields["dtype"])
+        if (fields["format"], fields["tokenizer"], fields["count"]) != (FORMAT, tokenizer.sha256, len(tokens)):
+            raise ValueError(f"{TOKENS}, {TOKENIZER} or the format is another than {MANIFEST} says")
+        text = Text(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
+        text.split()  # or the manifest is damaged
+        return text
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise TextError(f"cannot read the prepared text {str(folder)!r}: {error}; prepare it again") from None
+
+
+def _mapped(path: Path, dtype: str) -> Tensor:
+    return torch.from_numpy(numpy.memmap(path, dtype, mode="c"))
+
+
+def prepare(
+    spec: str | os.PathLike | None,
+    out: str | os.PathLike,
+    *,
+    tokenizer: str | os.PathLike | Tokenizer | None = None,
+    on_bytes: Callable[[int], object] = lambda size: None,
+) -> Text:
+    """Read a text, encode it, and keep it in the folder `out`. Its end becomes the validation part: 64 MiB, or a tenth
+    of a shorter text. What a preparation that fails or is killed leaves is no text, and the next one writes over it.
+
+    spec: as for `stream`: files may have any size, and a dataset is read to its end unless its "bytes" says how much.
+    out: a new or empty folder. tokenizer: as for load_any; "bpe:4096" is trained on the first 80 MB, or four fifths of
+    a shorter text. on_bytes: called time after time with the number of bytes that were encoded so far.
+
+    TextError for a text that can't be read or is too short. InputError for an `out` that is not empty, can't be written
+    or lies in the text's folder."""
+    if spec is not None and is_prepared(spec):
+        raise InputError(f"{spec!s:.200} is a prepared text already; accepted: the text it was made from")
+    out, (name, files, origin), wanted = Path(out), stream(spec), tokenizers.named(tokenizer)
+    check_apart(out, spec)
+    try:
+        with locked_folder(out, "preparation"):
+            there = {path.name for path in out.iterdir()} - {LOCK}
+            if there and not (UNFINISHED in there and there <= {UNFINISHED, TOKENIZER, MANIFEST}):
+                raise InputError(f"out is {str(out)!r}, which holds {min(there)!r}; accepted: a new or empty folder")
+            documents = filter(None, chain.from_iterable(files))
+            fields, content = _encode(name, documents, out / UNFINISHED, wanted, on_bytes)
+            (out / TOKENIZER).write_text(content, encoding="utf-8")
+            (out / MANIFEST).write_text(json.dumps({**fields, "source": origin}, indent=1) + "\n", encoding="utf-8")
+            os.replace(out / UNFINISHED, out / TOKENS)
+    except OSError as error:
+        raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
+    return load_prepared(out)
+
+
+def _encode(name: str, documents: Iterable[bytes], path: Path, wanted: Tokenizer | int, on_bytes) -> tuple[dict, str]:
+    """Write the tokens of documents, or of pieces of them, to `path`; return the manifest, without the source, and what
+    the tokenizer's file holds."""
+    if isinstance(wanted, int):
+        first = next(_batches(documents, SAMPLE), [])
+        sums = [*accumulate(map(len, first))]
+        # Even if these are all documents, so many belong to the training part.
+        some = [document for document, end in zip(first, sums, strict=True) if end <= 0.8 * sums[-1]] or first[:1]
+        wanted = tokenizers.train(of_pieces(f"the beginning of {name}", some), wanted)
+        documents = chain(first, documents)
+    digest, size, count, tokens = hashlib.sha256(), 0, 0, torch.empty(0)
+    with open(path, "wb") as file:
+        for chunk in _batches(documents, CHUNK):
+            raw, starts = bytearray().join(chunk), accumulate(map(len, chunk[:-1]), initial=0)
+            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), tuple(starts))
+            file.write(tokens.numpy().tobytes())
+            digest.update(raw)
+            count += len(tokens)
+            on_bytes(size := size + len(raw))
+    held_out = round(min(0.1, HELD_OUT / max(1, size)) * count)
+    if not held_out:
+        raise TextError(f"{name} has {size} bytes; a tenth of them is held out: give a longer text")
+    kind = str(tokens.dtype).removeprefix("torch.")
+    last = _mapped(path, kind)[-held_out:].long()
+    cut = {"bytes": size - int(wanted.lengths[last].sum()), "tokens": count - held_out}
+    fields = {"format": FORMAT, "name": name, "sha256": digest.hexdigest(), "size": size, "dtype": kind}
+    return {**fields, "count": count, "tokenizer": wanted.sha256, "cut": cut}, wanted.content
+
+
+def _batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
+    """Yield the documents in lists of at least `size` bytes each, and last what is left."""
+    batch: list[bytes] = []
+    length = 0
+    for document in documents:
+        batch.append(document)
+        length += len(document)
+        if length >= size:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
 
 
 # ---- what a run checks, and the windows that it reads ----
