@@ -12,7 +12,6 @@ from twell_lab.course import (
     conversion,
     measure,
     packing,
-    puzzles,
     sweep,
     training,
 )
@@ -182,10 +181,3 @@ def test_the_roofline_has_a_point_for_each_kernel_under_the_roof():
     assert [trace.name for trace in points] == [roofline_figures.VERSIONS.get(p["name"], p["name"]) for p in found]
     roof = figure.data[0]
     assert roof.y[-1] == gpu["tensor_tflops"] and roof.y[0] == pytest.approx(0.3 * gpu["bandwidth_gb_s"] / 1e3)
-
-
-@pytest.mark.parametrize("name", puzzles.pictures.PICTURES)
-def test_every_puzzle_has_a_picture_that_fits_a_page(name):
-    figure = puzzles.figures.asked(name)
-    assert figure.layout.title.text.startswith("Asked: ") and figure.layout.height <= 520
-    assert all(len(line) <= 120 for note in figure.layout.annotations for line in note.text.split("<br>"))

@@ -3,6 +3,7 @@ looked at, and the same launches made on a GPU where there is one."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ... import simulator
+from ... import core, simulator
 from ...core import CompileError, DeviceError, InputError, StackError
 from ...simulator import Fault, Trace, faults
 from ..verdicts import UNWRITTEN, added_to, coming, not_met
@@ -20,6 +21,7 @@ from .cases import PUZZLES, Case, Seen
 from .slips import likely
 
 _HEADER = "cuda_on_cpu.h"  # what the simulator puts in the place of CUDA's own
+_ANSWER = re.compile(r"```cuda\n(.*?)```", re.DOTALL)
 SECONDS = 20.0  # a launch may take: a loop that never ends is stopped
 
 
@@ -86,6 +88,16 @@ def _on_the_gpu(name: str, text: str, cases: list[Case], right: str) -> Verdict:
         if wrong := _wrong(name, case, results, case.arguments, text):
             return Verdict(False, f"the simulator finds nothing wrong, but on the {here}, with {case.said}: {wrong}")
     return Verdict(True, f"{right} The {here} gives the same.")
+
+
+def answer(name: str) -> str:
+    """Return the first folded answer in the notebooks that is a kernel called so; KeyError where there is none."""
+    for path in sorted(core.notebooks_dir().glob("*.ipynb")):
+        cells = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+        for text in _ANSWER.findall("\n".join(cell for cell in cells if "<details>" in cell)):
+            if re.search(rf"__global__[^{{]*\b{name}\(", text):
+                return text
+    raise KeyError(f"no notebook has an answer called {name!r}")
 
 
 def trace_of(name: str, file: str | Path) -> Trace | None:
