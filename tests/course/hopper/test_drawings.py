@@ -2,15 +2,14 @@
 
 import pytest
 
-from twell_lab.course.hopper import drawings, tile
+from twell_lab.course.hopper import figures, tile
+from twell_lab.course.puzzles import figures as puzzles
 
 ALL = {
-    "chip": drawings.chip,
-    "levels": drawings.levels,
-    "way": drawings.way,
-    "cluster": drawings.cluster,
-    "pipeline": drawings.pipeline,
-    "sums": drawings.sums,
+    "levels": figures.levels,
+    "hierarchy": puzzles.hierarchy,
+    "pipeline": figures.pipeline,
+    "sums": figures.sums,
 }
 
 
@@ -21,7 +20,7 @@ def test_each_drawing_has_a_title_and_fits_a_page(name):
     assert all(len(line) <= 90 for note in figure.layout.annotations for line in (note.text or "").split("<br>"))
 
 
-@pytest.mark.parametrize("name", ["chip", "levels", "way", "cluster"])
+@pytest.mark.parametrize("name", ["levels", "hierarchy"])
 def test_no_box_leaves_the_sheet_and_no_two_texts_have_one_place(name):
     figure = ALL[name]()
     (left, right), (low, high) = figure.layout.xaxis.range, figure.layout.yaxis.range
@@ -33,14 +32,15 @@ def test_no_box_leaves_the_sheet_and_no_two_texts_have_one_place(name):
 
 
 def test_the_pipeline_draws_every_piece():
-    figure = drawings.pipeline()
-    parts = [part for beside in (False, True) for part in tile.schedule(beside)]
-    assert len(figure.layout.shapes) == len(parts)
-    assert {(box.x0, box.x1) for box in figure.layout.shapes} == {(part["start"], part["end"]) for part in parts}
+    for drawn, beside in zip(figures.pipeline().data, (False, True), strict=True):
+        parts = tile.schedule(beside)
+        assert [*drawn.base] == [part["start"] for part in parts] and [*drawn.text] == [part["what"] for part in parts]
+        ends = [start + takes for start, takes in zip(drawn.base, drawn.x)]
+        assert ends == pytest.approx([part["end"] for part in parts])
 
 
 def test_the_sums_drawn_are_those_of_the_layout():
-    _, cells = drawings.sums().data
+    (cells,) = figures.sums().data
     _, lane, register = tile.sums()
     for row, column in ((0, 0), (8, 9), (15, 15), (3, 6)):
         assert cells.text[row][column] == f"{lane[row, column]}·d{register[row, column]}"

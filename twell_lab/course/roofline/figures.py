@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from ... import plots
 from ...formats.twell import POOL_WORDS
 from ..charts import MARKS, bars, finish, groups, lines
-from ..drawing import BESIDE, nothing, say, squares
+from ..drawing import BESIDE, nothing, say, squares, text_on
 
 GROUPS = {"the gate, 16,384 tokens": plots.BLUE, "whole layer, 1 token": plots.GREEN}
 VERSIONS = {  # of data.versions, as the figure calls them
@@ -54,20 +53,6 @@ def roofline(points: list[dict], gpu: dict) -> go.Figure:
         said = lambda point: f"{point['called']}: {rates(point)} ({point['ms']:.3g} ms, {point['where']})"
         more = {"legendgroup": group, "legendgrouptitle_text": group, "mode": "markers"}
         lines(figure, mine, "intensity", "rate", "called", hover=said, looks=looks, **more)
-    ours = sorted((point for point in named if " v" in point["name"]), key=lambda point: -point["rate"])
-    for i, point in enumerate(ours):  # on nearly one spot
-        figure.add_annotation(
-            x=math.log10(point["intensity"]),
-            y=math.log10(point["rate"]),
-            text=point["called"].partition(":")[0],
-            ax=32,
-            ay=4 + 16 * i,
-            xanchor="left",
-            arrowhead=0,
-            arrowwidth=1,
-            arrowcolor=plots.GREY,
-            font={"size": 11},
-        )
     axes = {"x": "operations for each byte of memory", "y": "10<sup>12</sup> operations a second"}
     ticks = {"log_x": [1, 10, 100, 1000, 10000], "log_y": [1, 10, 100, 1000]}
     figure = finish(figure, title, points, 340, **axes, **ticks)
@@ -93,56 +78,19 @@ def versions(found: list[dict], floor_ms: float) -> go.Figure:
 
 
 def pool_segment(rows: list[dict]) -> go.Figure:
-    """Return how many values each row of a group has in one tile, and which row's values lie in the words that they
-    share.
-
-    rows: `data.pool_table`.
-    """
-    titles = [
-        "each row's values in this tile: in its own words, and in excess",
-        f"the {POOL_WORDS} words that the rows share",
-    ]
-    cuts = {"rows": 2, "cols": 1, "row_heights": [0.72, 0.28], "vertical_spacing": 0.2}
-    figure = make_subplots(**cuts, subplot_titles=titles)
-    over = [row for row in rows if row["excess"]]
-    colour = {row["row"]: LOST if row["lost"] else plots.COLOURS[i % len(plots.COLOURS)] for i, row in enumerate(over)}
-    edge = {"line": {"color": plots.GREY, "width": 1}}
-    looks = {
-        "own words": {"colour": plots.FAINT, "marker": edge},
-        "in excess": {"colour": [colour.get(row["row"], plots.FAINT) for row in rows]},
-    }
-    for key, name in (("words", "own words"), ("excess", "in excess")):
-        said = lambda row, key=key, name=name: f"row {row['row']}: {row[key]} {name}"
-        text = (lambda row: "lost" * row["lost"]) if key == "excess" else None
-        more = {"hover": said, "text": text, "looks": looks, "row": 1, "col": 1}
-        bars(figure, rows, "row", key, lambda row, name=name: name, **more)
-    owner, hover = [None] * POOL_WORDS, ["unused"] * POOL_WORDS
-    for row in over:
-        for at in range(row["start"], min(row["end"], POOL_WORDS)):
-            owner[at], hover[at] = row["row"], f"row {row['row']}" + ", lost: never read" * bool(row["lost"])
-    order = list(colour)
-    squares(
-        figure,
-        [[None if who is None else order.index(who) for who in owner]],
-        colour.values() or [plots.FAINT],
-        x=list(range(POOL_WORDS)),
-        xgap=1,
-        customdata=[hover],
-        row=2,
-        col=1,
-        hovertemplate="word %{x}: %{customdata}<extra></extra>",
-    )
-    for row in over:
-        first, last = row["start"], min(row["end"], POOL_WORDS)
-        text = f"row {row['row']}" + ", lost:<br>never read" * bool(row["lost"])
-        if 4 <= last - first and (not row["lost"] or 8 <= last - first):  # words: only where it has room
-            place = {"bgcolor": colour[row["row"]], "row": 2, "col": 1}
-            ink = "" if row["lost"] else "color:white"
-            say(figure, (first + last - 1) / 2, 0, f"<span style='{ink}'>{text}</span>", **place)
-    figure.update_xaxes(title_text="row of the group", dtick=1, row=1, col=1)
-    figure.update_xaxes(title_text="word", range=[-0.5, POOL_WORDS - 0.5], showgrid=False, row=2, col=1)
-    figure.update_yaxes(visible=False, row=2, col=1)
-    figure.update_yaxes(title_text="values", row=1, col=1)
-    title = f"{len(rows)} rows, one tile: who finds room in the pool"
-    figure = finish(figure, title, height=350).update_annotations(font_size=12)
-    return figure.update_layout(barmode="stack", showlegend=False)
+    """Return which row's values lie in the words that the rows of a group share. rows: `data.pool_table`."""
+    owner, hover, names = [0] * POOL_WORDS, ["unused"] * POOL_WORDS, {}
+    for i, row in enumerate((row for row in rows if row["excess"]), 1):
+        last = min(row["end"], POOL_WORDS)
+        said = f"row {row['row']}" + ", lost:<br>never read" * row["lost"]
+        for at in range(row["start"], last):
+            owner[at], hover[at] = i, said.replace("<br>", " ")
+        names[said] = LOST if row["lost"] else plots.COLOURS[(i - 1) % len(plots.COLOURS)], row["start"], last
+    colours = [plots.FAINT, *(colour for colour, *_ in names.values())]
+    look = {"xgap": 1, "customdata": [hover], "hovertemplate": "word %{x}: %{customdata}<extra></extra>"}
+    figure = squares(go.Figure(), [owner], colours, **look)
+    for said, (colour, first, last) in names.items():
+        if last - first >= (8 if colour == LOST else 4):  # words: only where it has room
+            say(figure, (first + last - 1) / 2, 0, said, colour=text_on(colour), bgcolor=colour)
+    figure.update_xaxes(title_text="word", range=[-0.5, POOL_WORDS - 0.5], showgrid=False).update_yaxes(visible=False)
+    return finish(figure, f"The {POOL_WORDS} words that {len(rows)} rows share: whose excess lies where", height=70)
