@@ -19,12 +19,12 @@ from ...bench.evidence import noise
 from ...core import DeviceError, InputError, StackError
 from ...cuda.launch import run
 from ...formats.twell import TILE, WORDS, TwELL
-from ...layers.paths.cost import CACHE_USED
 from ...ops import clock as clocks
 from ...ops.gated import gated
 from ...ops.pack import pack as packed_by
 from ...simulator import Counts, Fault, available, predicted_time
-from ...simulator.counts import H100, Gpu
+from ...simulator.counts import Gpu
+from ..capstone.data import simulated
 from ..notebook import sixteen_bits
 from ..recorded import newest, timed_here
 
@@ -149,14 +149,10 @@ def gpu_here() -> Gpu | None:
     H100 reaches of its own. None without a GPU, and for one that is not in there."""
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(0)
     try:
-        rates = rates_of(found.name)
+        return simulated(rates_of(torch.cuda.get_device_name()))
     except InputError:
         return None
-    clock = 1e3 * getattr(found, "clock_rate", 0) or H100.clock_hz  # older versions of torch do not say it
-    kept = rates.cache * CACHE_USED
-    return Gpu(found.name, found.multi_processor_count, clock, rates.bandwidth, rates.l2, "its datasheet, scaled", kept)
 
 
 def against_time(
