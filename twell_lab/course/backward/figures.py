@@ -68,7 +68,8 @@ def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
     short = lambda row: row["tensor"] if row["mib"] > 0.05 * most else ""
     said = lambda row: f"{row['tensor']}: {row['mib']:.4g} MiB"
     inside = {"textposition": "inside", "insidetextanchor": "middle", "across": True}
-    figure = bars(go.Figure(), rows, "way", "mib", "tensor", hover=said, text=short, **inside)
+    looks = {"ups": {"colour": plots.GREY}}  # else the colour of x
+    figure = bars(go.Figure(), rows, "way", "mib", "tensor", hover=said, text=short, looks=looks, **inside)
     for way, total in totals.items():
         say(figure, total, way, f"{total:.0f} MiB", "left", xshift=4)
     figure = finish(figure, title, height=70 + 70 * len(sizes), x="MiB", across=True)

@@ -89,9 +89,11 @@ def error_by_row(errors: dict[str, list[float]], title: str) -> go.Figure:
         for name, values in errors.items()
         for place, value in enumerate(sorted(values, reverse=True), 1)
     ]
-    looks = {name: {"colour": colour, "size": 5} for name, colour in zip(errors, (plots.RED, plots.BLUE))}
+    looks = {
+        name: {"colour": colour, "size": 5, "symbol": "circle"} for name, colour in zip(errors, (plots.RED, plots.BLUE))
+    }
     said = lambda row: f"{row['of']}, row {row['place']}: {row['error']:.2f}%"
-    figure = lines(go.Figure(), rows, "place", "error", "of", hover=said, looks=looks, symbol="circle")
+    figure = lines(go.Figure(), rows, "place", "error", "of", hover=said, looks=looks)
     return finish(figure, title, height=280, x="row, worst first", y="error of the row, %")
 
 
