@@ -13,33 +13,19 @@ import torch
 from torch import Tensor
 
 from ... import core
-from ...analysis.predict import rates_of
 from ...bench import forward
 from ...bench.evidence import noise
-from ...core import DeviceError, InputError, StackError
+from ...core import InputError
 from ...cuda.launch import run
-from ...formats.twell import TILE, WORDS, TwELL
+from ...formats.twell import TILE, TwELL
 from ...ops import clock as clocks
 from ...ops.gated import gated
-from ...ops.pack import pack as packed_by
-from ...simulator import Counts, Fault, available, predicted_time
-from ...simulator.counts import Gpu
-from ..capstone.data import simulated
+from ...simulator import Counts, Fault, predicted_time
 from ..notebook import sixteen_bits
 from ..recorded import newest, timed_here
 
 NO_TAIL = (None, None, None)
 D_FF, NNZ = 5632, 29  # of the workloads that are timed
-
-
-def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
-    """(packed words, what packed them): kernel pack_v`version` in the simulator where that runs, else the reference.
-
-    gate: [rows, d_ff] on the CPU.
-    """
-    if not available():
-        return TwELL.from_gate(gate).packed, "the reference"
-    return run(packed_by, gate, TILE, WORDS, version), f"pack_v{version}, in the simulator"
 
 
 def same_words(words: Tensor, gate: Tensor) -> bool:
@@ -48,17 +34,6 @@ def same_words(words: Tensor, gate: Tensor) -> bool:
     used = torch.arange(want.words) <= want.counts[..., None]
     words = words.cpu()
     return words.shape == want.packed.shape and torch.equal(words[used], want.packed[used])
-
-
-def on_the_gpu(gate: Tensor) -> str:
-    """One sentence: which pack kernels give the reference's words on this machine's GPU."""
-    gate = gate.to("cuda", sixteen_bits("cuda"))
-    try:
-        words = {f"v{version}": run(packed_by, gate, TILE, WORDS, version) for version in (1, 2, 3, 4)}
-    except (DeviceError, StackError) as error:
-        return f"The GPU here runs none of them: {error}"
-    right = [name for name, packed in words.items() if same_words(packed, gate)]
-    return f"On {torch.cuda.get_device_name()} these versions make the same words: {', '.join(right) or 'none'}."
 
 
 # ---- workloads: the same on every machine ----
@@ -144,28 +119,14 @@ def yours(tokens: int = 16384) -> dict[str, dict]:
     return {row["path"]: row | {"where": f"yours, now, on {row['device']}"} for row in rows}
 
 
-def gpu_here() -> Gpu | None:
-    """Return what a prediction needs to know of this machine's GPU: its rates from data/gpus.json, scaled by what an
-    H100 reaches of its own. None without a GPU, and for one that is not in there."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return simulated(rates_of(torch.cuda.get_device_name()))
-    except InputError:
-        return None
-
-
 def against_time(
-    counts: Mapping[str, Counts],
-    times: Mapping[str, dict],
-    own: Mapping[str, dict] | None = None,
-    gpu: Gpu | None = None,
+    counts: Mapping[str, Counts], times: Mapping[str, dict], own: Mapping[str, dict] | None = None
 ) -> list[dict]:
     """Predicted and measured times, a row for each kernel: version; predicted_ms, by what bounds it; measured_ms, its
-    `ratio` to the longest of these, and where; the reader's yours_ms, yours (what to call it) and yours_predicted_ms.
+    `ratio` to the longest of these, and where; the reader's yours_ms, and yours (what to call it).
 
     counts: kernel -> its counts, scaled to the size that was timed. times: `recorded`, on an H100, for which the
-    prediction is; own: `yours`, and gpu: `gpu_here`, for which there is a prediction of its own."""
+    prediction is; own: `yours`."""
     often, rows = clocks.firing_rates(D_FF, NNZ).numpy(), []
     for version, count in counts.items():
         read = {name: often for name in ("up", "down_t") if name in count.footprints}  # as neurons of a `Layer` fire
@@ -173,9 +134,6 @@ def against_time(
         time, mine = times.get(version, {}), (own or {}).get(version, {})
         ms = time.get("ms")
         row = {"version": version, "predicted_ms": bounds, "measured_ms": ms, "where": time.get("where", "")}
-        row["ratio"] = ms and ms / max(bounds.values())
-        row |= {"yours_ms": mine.get("ms"), "yours": mine.get("where", ""), "yours_predicted_ms": None}
-        if gpu and mine:
-            row["yours_predicted_ms"] = 1e3 * predicted_time(count, gpu, read).seconds
+        row |= {"ratio": ms and ms / max(bounds.values()), "yours_ms": mine.get("ms"), "yours": mine.get("where", "")}
         rows.append(row)
     return rows

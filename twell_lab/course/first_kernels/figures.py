@@ -19,7 +19,6 @@ from plotly.subplots import make_subplots
 from ... import plots
 from ...core import InputError
 from ...plots import decode
-from ...simulator.counts import SECTOR, Counts
 from ...simulator.symbols import Line
 from ...simulator.trace import Step, Trace
 from ..charts import bars, finish, lines
@@ -107,64 +106,23 @@ def packed_text(words: int, dtype: str = "bfloat16") -> Text:
     return shown
 
 
-def sectors_figure(counts: Mapping[str, Counts]) -> go.Figure:
-    """Bytes that the lanes asked for, and bytes of the sectors that they touched. counts: version -> Counts.
-
-    Not every sector comes from memory: one that is touched again soon is still in the L1 cache."""
-    titles = ["read from global memory", "written to global memory"]
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.1, subplot_titles=titles)
-    names = {"asked": "bytes the lanes ask for", "moved": f"bytes in the {SECTOR}-byte sectors touched"}
-    looks = {names["asked"]: {"colour": plots.SKY}, names["moved"]: {"colour": plots.BLUE, "pattern": {"shape": "/"}}}
-    for column, sort in ((1, "global_reads"), (2, "global_writes")):
-        each = {version: getattr(count, sort) for version, count in counts.items()}
-        rows = [{"version": v, "asked": t.bytes, "moved": SECTOR * t.sectors} for v, t in each.items()]
-        most = max(max(row["asked"], row["moved"]) for row in rows)
-        unit, per = next(((u, p) for u, p in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if most >= p), ("bytes", 1.0))
-        for key, name in names.items():
-            size = lambda row, key=key, per=per: row[key] / per
-            more = lambda row: f"<br>×{row['moved'] / row['asked']:.3g}" if row["asked"] else ""
-            shown = lambda row, key=key, size=size: f"{size(row):.3g}" + (more(row) if key == "moved" else "")
-            said = lambda row, size=size, name=name, unit=unit: f"{row['version']}: {size(row):,.4g} {unit}, {name}"
-            place = {"looks": looks, "row": 1, "col": column}
-            bars(figure, rows, "version", size, lambda row, name=name: name, hover=said, text=shown, **place)
-        figure.update_yaxes(title_text=unit, range=[0, 1.22 * max(most, 1) / per], row=1, col=column)
-    figure = finish(figure, "What was asked for, and the sectors touched", height=270)
-    return figure.update_annotations(font_size=13)
-
-
 def predicted_against_measured(rows: list[dict]) -> go.Figure:
     """The time that each part of the GPU would need by itself, beside the time that was measured.
 
-    rows: of data.against_time. The reader's own times are points, and the bars then say that they are an H100's."""
-    own = [row for row in rows if row["yours_ms"] is not None]
-    bounds = [*dict.fromkeys(bound for row in rows for bound in row["predicted_ms"])]
-    name = {bound: f"{'predicted for an H100' if own else 'predicted'}: {bound}" for bound in bounds}
-    shapes = zip(name.values(), ((plots.SKY, "/"), (plots.ORANGE, "x"), (plots.GREEN, "."), (plots.PURPLE, "-")))
-    looks = {name: {"colour": colour, "pattern": {"shape": shape}} for name, (colour, shape) in shapes}
-    shown = []
-    for row in rows:
-        most = max(row["predicted_ms"].values())
-        for bound, ms in row["predicted_ms"].items():
-            shown.append({"version": row["version"], "ms": ms, "of": name[bound], "limit": ms == most})
-    shown += [row | {"ms": row["measured_ms"], "of": "measured", "limit": False} for row in rows if row["measured_ms"]]
-    short = lambda row: f"{row['ms']:.2g}" if row["ms"] < 0.1 else f"{row['ms']:.3g}"
-    text, said = (
-        lambda row: f"<b>{short(row)}</b>" if row["limit"] else short(row),
-        lambda row: f"{row['of']}: {row['ms']:.4f} ms",
-    )
-    looks["measured"] = {"colour": plots.INK}
+    rows: of data.against_time. The reader's own times are points."""
+    parts = [(row["version"], bound, ms) for row in rows for bound, ms in row["predicted_ms"].items()]
+    shown = [{"version": version, "of": f"predicted for an H100: {bound}", "ms": ms} for version, bound, ms in parts]
+    shown += [row | {"of": "measured", "ms": row["measured_ms"]} for row in rows if row["measured_ms"]]
+    own = [row | {"of": row["yours"], "ms": row["yours_ms"]} for row in rows if row["yours_ms"] is not None]
+    text = lambda row: f"{row['ms']:.2g}" if row["ms"] < 0.1 else f"{row['ms']:.3g}"
+    said = lambda row: f"{row['of']}: {row['ms']:.4f} ms"
+    patterns = zip(dict.fromkeys(row["of"] for row in shown), ("/", "x", ".", "-"))
+    looks = {name: {"pattern": {"shape": shape}} for name, shape in patterns} | {"measured": {"colour": plots.INK}}
     figure = bars(go.Figure(), shown, "version", "ms", "of", hover=said, text=text, looks=looks)
-    for key, called, symbol in (
-        ("yours_predicted_ms", "predicted for your GPU", "diamond-open"),
-        ("yours_ms", own[0]["yours"] if own else "", "diamond"),
-    ):
-        points = [row | {"ms": row[key], "of": called} for row in own if row[key] is not None]
-        look = {called: {"colour": plots.RED, "symbol": symbol, "size": 12}}
-        lines(figure, points, "version", "ms", "of", hover=said, looks=look, mode="markers")
-        shown += points
+    lines(figure, own, "version", "ms", "of", hover=said, mode="markers")
     recorded = [row for row in rows if row["measured_ms"]]
-    figure = finish(figure, "Predicted from counts (bold: the limit), and measured", recorded, 270, y="ms")
-    return figure.update_yaxes(range=[0, 1.12 * max(row["ms"] for row in shown)])
+    figure = finish(figure, "Predicted from counts (the longest is the limit), and measured", recorded, 270, y="ms")
+    return figure.update_yaxes(range=[0, 1.12 * max(row["ms"] for row in shown + own)])
 
 
 # ---- panels of cells ----

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import plots
 from ...formats.twell import TwELL
 from ...plots import decode, tile_of
-from ..charts import bars, finish, lines
+from ..charts import bars, finish
 from ..drawing import squares
 from .data import smallest
 
@@ -80,21 +80,6 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
     title = f"Tile and words (framed: fewest bytes with at most {overflow:.0%} of rows overflowing)"
     figure = plots.styled(figure, title, height=130 + 52 * len(words)).update_layout(margin_t=90)
     return figure.update_annotations(font_size=12)
-
-
-def error_by_row(errors: dict[str, list[float]], title: str) -> go.Figure:
-    """Relative error of each row, worst first, one line a method. errors: name -> one number a row."""
-    rows = [
-        {"of": name, "place": place, "error": 100 * value}
-        for name, values in errors.items()
-        for place, value in enumerate(sorted(values, reverse=True), 1)
-    ]
-    looks = {
-        name: {"colour": colour, "size": 5, "symbol": "circle"} for name, colour in zip(errors, (plots.RED, plots.BLUE))
-    }
-    said = lambda row: f"{row['of']}, row {row['place']}: {row['error']:.2f}%"
-    figure = lines(go.Figure(), rows, "place", "error", "of", hover=said, looks=looks)
-    return finish(figure, title, height=280, x="row, worst first", y="error of the row, %")
 
 
 def tile_view(packed: TwELL, row: int = 0, part: int = 0) -> go.Figure:

@@ -129,15 +129,28 @@ def _busiest(times: Counter[int]) -> tuple[int, int]:
     return max(times.items(), key=lambda item: item[1], default=(0, 0))
 
 
+def _first(*limits: tuple[bool, str]) -> str | None:
+    """Return what is said of the first that is passed, or None."""
+    return next((said for passed, said in limits if passed), None)
+
+
+def _spread(what: str, moved: int, least: int, advice: str) -> tuple[bool, str]:
+    """Whether loads of something touch more sectors than it lies in, and what is said of it."""
+    return moved > least, f"the loads of {what} touch {moved:,} sectors, and the values lie in {least:,}: {advice}."
+
+
 def _one_place_each(array: str) -> Point:
     def point(case: Case, seen: Seen) -> str | None:
         thread, places = _busiest(seen.places(array))
-        if places > 1:
-            return f"thread {thread} writes {places} places of {array} by itself; one for each thread is asked."
         stores, warps = seen.counts.global_writes.requests, math.prod(case.grid) * -(-math.prod(case.block) // 32)
-        if stores > warps:  # in a block whose steps were not kept
-            return f"{warps} warps store {stores} times; each thread has one place of {array}, to be written once."
-        return None
+        return _first(
+            (places > 1, f"thread {thread} writes {places} places of {array} by itself; one for each thread is asked."),
+            # In a block whose steps were not kept:
+            (
+                stores > warps,
+                f"{warps} warps store {stores} times; each thread has one place of {array}, to be written once.",
+            ),
+        )
 
     return point
 
@@ -160,16 +173,12 @@ def _guard() -> list[Case]:
 
 def _strided(case: Case, seen: Seen) -> str | None:
     n, threads = case.arguments["n"], case.grid[0] * case.block[0]
-    thread, places = _busiest(seen.places("out"))
-    if places > (share := -(-n // threads)):
-        return f"thread {thread} writes {places} places; shared out evenly, none has more than {share}."
-    moved, least = seen.counts.global_reads.sectors, -(-4 * n // SECTOR)
-    if moved > least:
-        return (
-            f"the loads touch {moved} sectors of {SECTOR} bytes, and the values lie in {least}: neighbouring threads "
-            "should take neighbouring values, and then all step on by the number of threads."
-        )
-    return None
+    (thread, places), share = _busiest(seen.places("out")), -(-n // threads)
+    advice = "neighbouring threads should take neighbouring values, and then all step on by the number of threads"
+    return _first(
+        (places > share, f"thread {thread} writes {places} places; shared out evenly, none has more than {share}."),
+        _spread("x", seen.counts.global_reads.sectors, -(-4 * n // SECTOR), advice),
+    )
 
 
 @_puzzle("grid-stride", 10, _strided, "any number of threads does any number of values.")
@@ -195,15 +204,11 @@ def _add_bias() -> list[Case]:
 
 def _read_once(case: Case, seen: Seen) -> str | None:
     reads, values = sum(seen.reads("x").values()), case.block[0]
-    if reads > values:
-        return (
-            f"a block reads x {reads} times, and its row has {values} values: let each thread read its own, and get "
-            "its neighbours' from shared memory."
-        )
-    moved, least = seen.sectors("x"), 4 * values // SECTOR
-    if moved > least:
-        return f"the loads of x touch {moved} sectors, and a row lies in {least}: let each thread read its own value."
-    return _one_place_each("out")(case, seen)
+    again = f"a block reads x {reads} times, and its row has {values} values"
+    return _first(
+        (reads > values, f"{again}: let each thread read its own, and get its neighbours' from shared memory."),
+        _spread("x", seen.sectors("x"), 4 * values // SECTOR, "let each thread read its own value"),
+    ) or _one_place_each("out")(case, seen)
 
 
 @_puzzle(
@@ -222,15 +227,12 @@ MOST_READS = 16  # of one thread in block_sum: folding 64 values in half six tim
 
 
 def _folded(case: Case, seen: Seen) -> str | None:
-    if seen.counts.atomics.accesses:
-        return f"{seen.counts.atomics.accesses} atomics wait for each other; fold the halves in shared memory instead."
-    thread, reads = _busiest(seen.reads())
-    if reads > MOST_READS:
-        return (
-            f"thread {thread} reads {reads} values while the others wait; where the halves are folded onto each other, "
-            "none reads more than 14."
-        )
-    return None
+    (thread, reads), atomics = _busiest(seen.reads()), seen.counts.atomics.accesses
+    folded = "where the halves are folded onto each other, none reads more than 14"
+    return _first(
+        (atomics > 0, f"{atomics} atomics wait for each other; fold the halves in shared memory instead."),
+        (reads > MOST_READS, f"thread {thread} reads {reads} values while the others wait; {folded}."),
+    )
 
 
 @_puzzle("reduction", 15, _folded, "64 values folded by all threads together.")
@@ -240,17 +242,17 @@ def _block_sum() -> list[Case]:
 
 
 def _one_ballot(case: Case, seen: Seen) -> str | None:
-    thread, reads = _busiest(seen.elements("x"))
-    if reads > 1:
-        return f"lane {thread} reads {reads} values; one for each lane is asked."
-    if seen.counts.atomics.accesses:
-        return "the lanes add with atomics, one after the other; a ballot asks all of them at once."
-    used = seen.operations()
-    if "__ballot_sync" not in used:
-        return f"no lane votes: the warp-wide operations are {', '.join(dict.fromkeys(used)) or 'none'}."
-    if len(used) > 1:
-        return f"the warp comes to {len(used)} warp-wide operations; one ballot and __popc are enough."
-    return None
+    (thread, reads), used = _busiest(seen.elements("x")), seen.operations()
+    adds = "the lanes add with atomics, one after the other; a ballot asks all of them at once."
+    return _first(
+        (reads > 1, f"lane {thread} reads {reads} values; one for each lane is asked."),
+        (seen.counts.atomics.accesses > 0, adds),
+        (
+            "__ballot_sync" not in used,
+            f"no lane votes: the warp-wide operations are {', '.join(dict.fromkeys(used)) or 'none'}.",
+        ),
+        (len(used) > 1, f"the warp comes to {len(used)} warp-wide operations; one ballot and __popc are enough."),
+    )
 
 
 @_puzzle("ballot and popcount", 10, _one_ballot, "one vote, and its bits counted.")
@@ -265,15 +267,18 @@ def _ballot_count() -> list[Case]:
     return made
 
 
+def _by_shuffles(seen: Seen, distances: str) -> str | None:
+    steps, through = len(seen.operations()), seen.counts.shared_writes.accesses or seen.counts.atomics.accesses
+    return _first(
+        (through > 0, "the sums go through memory; a shuffle hands a value from lane to lane without it."),
+        (steps > 6, f"the warp comes to {steps} shuffles; with distances {distances} it is 5."),
+    )
+
+
 def _five_steps(case: Case, seen: Seen) -> str | None:
     thread, reads = _busiest(seen.reads("x"))
-    if reads > 1:
-        return f"lane {thread} reads {reads} values of x; let each read its own, and get sums from other lanes."
-    if seen.counts.shared_writes.accesses or seen.counts.atomics.accesses:
-        return "the sums go through memory; a shuffle hands a value from lane to lane without it."
-    if (steps := len(seen.operations())) > 6:
-        return f"the warp comes to {steps} shuffles; with distances 1, 2, 4, 8 and 16 it is 5."
-    return None
+    alone = f"lane {thread} reads {reads} values of x; let each read its own, and get sums from other lanes."
+    return alone if reads > 1 else _by_shuffles(seen, "1, 2, 4, 8 and 16")
 
 
 @_puzzle("prefix sum in a warp", 15, _five_steps, "32 running sums in a handful of shuffles.")
@@ -292,23 +297,12 @@ def _sectors_of(row: int, width: int) -> int:
 
 def _along_rows(array: str, rows: list[int], case: Case, seen: Seen) -> str | None:
     """Return what is wrong with loads that touch more than the sectors of these rows, in words."""
-    width = case.arguments[array].shape[1]
-    moved, least = seen.sectors(array), sum(_sectors_of(row, width) for row in rows)
-    which = f"a row of {width} floats lies" if len(rows) == 1 else f"the {len(rows)} rows of {width} floats lie"
-    if moved > least:
-        return (
-            f"{which} in {least} sectors, and the loads of a warp touch {moved}: let neighbouring lanes read "
-            "neighbouring columns."
-        )
-    return None
+    least = sum(_sectors_of(row, case.arguments[array].shape[1]) for row in rows)
+    return _first(_spread(array, seen.sectors(array), least, "let neighbouring lanes read neighbouring columns"))
 
 
 def _dot_by_shuffles(case: Case, seen: Seen) -> str | None:
-    if seen.counts.shared_writes.accesses or seen.counts.atomics.accesses:
-        return "the sums go through memory; a shuffle hands a value from lane to lane without it."
-    if (steps := len(seen.operations())) > 6:
-        return f"the warp comes to {steps} shuffles; with distances 16, 8, 4, 2 and 1 it is 5."
-    return _along_rows("x", [case.look], case, seen)
+    return _by_shuffles(seen, "16, 8, 4, 2 and 1") or _along_rows("x", [case.look], case, seen)
 
 
 @_puzzle("a dot product in a warp", 15, _dot_by_shuffles, "32 partial sums, and five shuffles make one of them.")
@@ -323,22 +317,16 @@ def _warp_dot() -> list[Case]:
 
 def _sixteen_bytes(case: Case, seen: Seen) -> str | None:
     n = case.arguments["n"]
-    for traffic, verb, kind in (
-        (seen.counts.global_reads, "reads", "load"),
-        (seen.counts.global_writes, "writes", "store"),
-    ):
-        least, sectors = -(-n // 128), -(-4 * n // SECTOR)
-        if traffic.sectors > sectors:
-            return (
-                f"the warps touch {traffic.sectors} sectors with their {kind}s, and the values lie in {sectors}: each "
-                f"sector is touched {traffic.sectors / sectors:.3g} times as often as needed."
-            )
-        if traffic.requests > least:
-            return (
-                f"the warps need {traffic.requests} {kind} instructions; where each lane {verb} 16 bytes at once, "
-                f"{least} are enough."
-            )
-    return None
+    least, limits = -(-n // 128), []
+    for what, traffic in (("x", seen.counts.global_reads), ("out, and its stores,", seen.counts.global_writes)):
+        moved = f"the warps need {traffic.requests} load instructions"
+        limits.append(
+            _spread(what, traffic.sectors, -(-4 * n // SECTOR), "let neighbouring lanes take neighbouring values")
+        )
+        limits.append(
+            (traffic.requests > least, f"{moved}; where each lane reads 16 bytes at once, {least} are enough.")
+        )
+    return _first(*limits)
 
 
 @_puzzle("vector loads", 10, _sixteen_bytes, "a quarter of the instructions.")
@@ -359,12 +347,12 @@ def _one_entry_each(array: str, arrays: int) -> Point:
 
     def point(case: Case, seen: Seen) -> str | None:
         thread, reads = _busiest(seen.reads(array))
-        if reads > SPARE:
-            return f"thread {thread} reads {reads} entries of {array}; one for each thread is asked."
         loads, least = seen.counts.global_reads.requests, arrays * -(-case.arguments["n"] // 32)
-        if loads > SPARE * least:
-            return f"the warps need {loads} load instructions; where each thread reads one entry, {least} are enough."
-        return None
+        need = f"the warps need {loads} load instructions; where each thread reads one entry, {least} are enough."
+        return _first(
+            (reads > SPARE, f"thread {thread} reads {reads} entries of {array}; one for each thread is asked."),
+            (loads > SPARE * least, need),
+        )
 
     return point
 
@@ -397,9 +385,8 @@ def _gather_rows() -> list[Case]:
 
 def _gathered_once(case: Case, seen: Seen) -> str | None:
     stores, least = seen.counts.global_writes.requests, case.grid[0] * -(-case.arguments["width"] // 32)
-    if stores > least:
-        return f"the warps store {stores} times, and {least} are enough: add up in a variable, and write it once."
-    return _along_rows("table", case.arguments["index"][case.look].tolist(), case, seen)
+    again = f"the warps store {stores} times, and {least} are enough: add up in a variable, and write it once."
+    return again if stores > least else _along_rows("table", case.arguments["index"][case.look].tolist(), case, seen)
 
 
 @_puzzle("gather and multiply", 15, _gathered_once, "each row that is wanted is read once, times its value.")
@@ -419,13 +406,15 @@ def _gather_multiply() -> list[Case]:
 TILE, WORDS = 64, 8  # of pack_words
 
 
+def _votes(case: Case, seen: Seen) -> str | None:
+    asked = "the lanes ask each other nothing; a ballot tells every lane at once which lanes below it fire."
+    return None if seen.operations() else asked
+
+
 def _packed_by_all(case: Case, seen: Seen) -> str | None:
     thread, reads = _busiest(seen.elements("gate"))
-    if reads > TILE // 32:
-        return f"lane {thread} reads {reads} of the {TILE} columns; {TILE // 32} for each lane are enough."
-    if not seen.operations():
-        return "the lanes ask each other nothing; a ballot tells every lane at once which lanes below it fire."
-    return None
+    many = f"lane {thread} reads {reads} of the {TILE} columns; {TILE // 32} for each lane are enough."
+    return many if reads > TILE // 32 else _votes(case, seen)
 
 
 @_puzzle(
@@ -453,21 +442,15 @@ SIDE = 16  # of the tiles in gemm_tile
 
 
 def _shared_tiles(case: Case, seen: Seen) -> str | None:
-    depth = case.arguments["depth"]
+    values, limits = SIDE * case.arguments["depth"], []
     for array in ("a", "b"):
-        reads, values = sum(seen.reads(array).values()), SIDE * depth
-        if reads > values:
-            return (
-                f"a block reads {array} {reads:,} times for {values:,} different values, each "
-                f"{reads / values:.3g} times: let each thread bring one value of each tile to shared memory."
-            )
-        moved, least = seen.sectors(array), 4 * values // SECTOR
-        if moved > least:
-            return (
-                f"the loads of {array} touch {moved:,} sectors, and the values lie in {least:,}: let neighbouring "
-                "threads read along a row."
-            )
-    return None
+        reads = sum(seen.reads(array).values())
+        again = (
+            f"a block reads {array} {reads:,} times for {values:,} different values, each {reads / values:.3g} times"
+        )
+        limits.append((reads > values, f"{again}: let each thread bring one value of each tile to shared memory."))
+        limits.append(_spread(array, seen.sectors(array), 4 * values // SECTOR, "let threads read along a row"))
+    return _first(*limits)
 
 
 @_puzzle("a small GEMM tile", 25, _shared_tiles, "each value is read once for 16 products.")
@@ -481,25 +464,102 @@ def _gemm_tile() -> list[Case]:
     return made
 
 
+# ---- notebook 08: bfloat16, and what twell.cuh has ----
+
+
+def _touched_once(case: Case, seen: Seen) -> str | None:
+    """A sector of `gate` is read once; rows of other widths begin in the middle of one."""
+    moved, least = seen.counts.global_reads.sectors, seen.counts.unique_bytes("gate", "read") // SECTOR
+    once = f"the loads touch {moved:,} sectors; {least:,} are enough."
+    return once if case.arguments["columns"] % 256 == 0 and moved > least else None
+
+
+def _drawn(rows: int, columns: int, share: float) -> Tensor:
+    """A gate, bfloat16 [rows, columns], of which about this share fires, with a NaN and a -0 in it."""
+    gate = (torch.rand(rows, columns) + 0.01) * torch.where(torch.rand(rows, columns) < share, 1.0, -1.0)
+    gate[0, 1], gate[-1, 17] = torch.nan, -0.0
+    return gate.to(torch.bfloat16)
+
+
+_TILES = "the counts of every tile, NaN and narrow tiles included, and each sector of a full tile is touched once."
+
+
+@_puzzle("counts of tiles", 10, _touched_once, _TILES, "08")
+def _tile_counts() -> list[Case]:
+    made = []
+    for rows, columns, share in ((4, 1024, 0.1), (3, 600, 0.5), (1, 24, 1.0)):
+        gate = _drawn(rows, columns, share)
+        want = TwELL.from_gate(gate).counts.int()
+        arguments = {"gate": gate, "counts": _whole(*want.shape), "columns": columns}
+        last = want.shape[1] - 1  # of a row: the narrow one
+        made.append(Case(f"{columns} columns", want.shape[::-1], (32,), arguments, {"counts": want}, look=last))
+    return made
+
+
+def _two_loads(case: Case, seen: Seen) -> str | None:
+    loads, tiles = seen.counts.global_reads.requests, math.prod(case.grid)
+    two = "load instructions, and two are enough: let each lane read one word, once, into a variable."
+    return f"a tile takes {loads / tiles:.3g} {two}" if loads > 2 * tiles else None
+
+
+_WORDS = "a lane for each word, nothing past the count, and a tile's columns moved to where the tile begins."
+
+
+@_puzzle("unpacking", 15, _two_loads, _WORDS, "08")
+def _unpack() -> list[Case]:
+    made = []
+    for rows, columns, share in ((4, 1024, 0.05), (3, 600, 0.03), (1, 24, 1.0), (2, 512, 0.0)):
+        gate = _drawn(rows, columns, share)
+        if rows == 4:  # a tile in which the column that equals its count fires: where a count taken for a word goes
+            gate[1, :256] = -1.0
+            gate[1, [2, 5, 40, 77, 200]] = torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5], dtype=gate.dtype)
+        gate[TwELL.from_gate(gate).overflow_rows] = -1.0  # they would need the tail, which the kernel does not get
+        form = TwELL.from_gate(gate)
+        words = torch.where(torch.arange(32) > form.counts[..., None], 7 << 16 | 3, form.packed)  # past it anything
+        arguments = {"packed": words.int(), "out": torch.zeros_like(gate), "columns": columns}
+        grid, wanted = form.counts.shape[::-1], {"out": torch.where(gate <= 0, 0, gate).nan_to_num(9.0)}
+        read = {"out": lambda out: out.nan_to_num(9.0)}
+        made.append(Case(f"{columns} columns", tuple(grid), (32,), arguments, wanted, read=read))
+    return made
+
+
+_ROWS = "thread 0 adds up when all four warps have written, and each sector is still touched once."
+
+
+@_puzzle("counts of rows", 10, _touched_once, _ROWS, "08")
+def _row_counts() -> list[Case]:
+    made = []
+    for rows, columns, share in ((3, 1024, 0.3), (2, 600, 0.9), (1, 40, 1.0)):
+        gate = _drawn(rows, columns, share)
+        arguments, wanted = {"gate": gate, "counts": _whole(rows), "columns": columns}, (~(gate <= 0)).sum(1).int()
+        made.append(Case(f"{columns} columns", (rows,), (128,), arguments, {"counts": wanted}))
+    return made
+
+
 # ---- notebook 09 ----
 
 STAGE = 32  # rows and columns of a stage of two_stages
 
 
 def _own_barriers(case: Case, seen: Seen) -> str | None:
-    (blocks,), (threads,) = case.grid, case.block
-    if seen.counts.barriers > blocks * threads // 32:
-        return "all threads meet at a __syncthreads: while one warp adds, the other has to be able to copy."
-    copying = {thread for threads in seen.trace.reads("x").values() for thread in threads}
-    if late := sorted(thread for thread in copying if thread >= 32):
-        return f"thread {late[0]} reads x itself; warp 0 alone copies, and warp 1 adds what lies in shared memory."
-    moved, least = seen.sectors("x"), 4 * STAGE * case.arguments["depth"] // SECTOR
-    if moved > least:
-        return f"the copies touch {moved} sectors of x, and the rows lie in {least}: let lanes copy along a row."
-    own = [name for name in seen.trace.arrays if name not in case.arguments]
-    if case.arguments["depth"] > STAGE and max((len(seen.trace.reads(name)) for name in own), default=0) < 2 * STAGE**2:
-        return "one stage alone is used: while it is read, nothing can be copied."
-    return None
+    (blocks,), (threads,), depth = case.grid, case.block, case.arguments["depth"]
+    late = min((thread for lanes in seen.trace.reads("x").values() for thread in lanes if thread >= 32), default=None)
+    own = [len(seen.trace.reads(name)) for name in seen.trace.arrays if name not in case.arguments]
+    return _first(
+        (
+            seen.counts.barriers > blocks * threads // 32,
+            "all threads meet at a __syncthreads: while one warp adds, the other has to be able to copy.",
+        ),
+        (
+            late is not None,
+            f"thread {late} reads x itself; warp 0 alone copies, and warp 1 adds what lies in shared memory.",
+        ),
+        _spread("x", seen.sectors("x"), 4 * STAGE * depth // SECTOR, "let lanes copy along a row"),
+        (
+            depth > STAGE and max(own, default=0) < 2 * STAGE**2,
+            "one stage alone is used: while it is read, nothing can be copied.",
+        ),
+    )
 
 
 @_puzzle("two stages", 25, _own_barriers, "one warp copies while the other adds, and neither is too early.", "09")
@@ -510,12 +570,6 @@ def _two_stages() -> list[Case]:
         said, arguments = f"{rows} rows of {depth}", {"x": x, "out": _empty(rows), "depth": depth}
         made.append(Case(said, (rows // STAGE,), (64,), arguments, {"out": x.sum(1)}, race=race))
     return made
-
-
-def _votes(case: Case, seen: Seen) -> str | None:
-    if not seen.operations():
-        return "the lanes ask each other nothing; a ballot tells every lane at once which lanes below it fire."
-    return None
 
 
 @_puzzle("an epilogue that packs", 20, _votes, "the words leave the chip, and the sums never do.", "09")
