@@ -37,7 +37,6 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
     """Milliseconds of torch's dense layer, of the fused one and of the planned one, by mean nnz, with each step's
     factor. found: `data.parts` of the record; own: of `data.yours`, drawn as circles."""
     figure, places = go.Figure(), [f"{row['nnz']:.0f}" for row in found]
-    unfused = "" if all(row["fuses"] for row in own) else ", which this GPU does not fuse"
     for key, before, path, gives in (
         ("torch", "torch", TORCH, ""),
         ("fused", "torch", FUSED, ", and what fusing gives"),
@@ -50,7 +49,7 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
         gain = lambda row, key=key, before=before: f"{row[before] / row[key]:.2f}x" if key != before else ""
         more = {"hover": said, "text": gain, "looks": {name + gives: look}, "constraintext": "none"}
         bars(figure, found, lambda row: f"{row['nnz']:.0f}", key, lambda row, name=name + gives: name, **more)
-        mine = f"{name}{unfused * (path == FUSED)}: yours, now"
+        mine = f"{name}: yours, now"
         near = lambda row: min(places, key=lambda place: abs(float(place) - row["nnz"]))
         more = {"hover": said, "looks": {mine: look | {"symbol": "circle", "size": 11}}, "mode": "markers"}
         lines(figure, own, near, key, lambda row, mine=mine: mine, **more)
