@@ -1,6 +1,7 @@
 """Each puzzle's check: the folded answer passes; what is handed out, typical mistakes and shortcuts are told."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,15 +11,24 @@ from twell_lab.core import CompileError, StackError
 from twell_lab.course import exercises, puzzles
 from twell_lab.course.capstone.gpu import cubin
 from twell_lab.course.puzzles import data, gpu
+from twell_lab.course.verdicts import NotYet
 from twell_lab.cuda import compile as compiler
 
 HEAD = "const int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
 
 
-def judged(name: str, text: str, folder: Path) -> puzzles.Verdict:
+class Verdict(NamedTuple):
+    right: bool
+    said: str
+
+
+def judged(name: str, text: str, folder: Path) -> Verdict:
     file = folder / f"{name}.cu"
     file.write_text(text)
-    return puzzles.judge(name, file)
+    try:
+        return Verdict(True, puzzles.judge(name, file))
+    except NotYet as reason:
+        return Verdict(False, str(reason))
 
 
 def with_body(name: str, body: str) -> str:

@@ -1,6 +1,6 @@
 """Figures of notebook 09, each a function of rows and numbers; in the style of `plots`.
 
-Numbers in drawings are those of the kernel (`tile.SIZES`) or counted; colour is never the only sign."""
+Numbers in drawings are those of the kernel (ops.gate_pack) or counted; colour is never the only sign."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
+from ...ops import gate_pack
 from ..charts import bars, finish, groups, lines
 from ..drawing import say, squares
 from ..puzzles.figures import levels as drawn_levels
@@ -125,9 +126,9 @@ def _columns(cells: list[dict]) -> list[tuple[int, float]]:
 
 def levels() -> go.Figure:
     """From the grid to a lane, as the kernel's version 3 has them, with what each level shares."""
-    size = tile.SIZES
-    clusters, consumers = 132 // size.cluster, [f"consumer {i}" for i in range(size.consumers)]
-    shared = f"{size.threads} threads, {size.shared // 1024} KiB of shared memory, alone on its SM"
+    clusters, consumers = 132 // gate_pack.CLUSTER, [f"consumer {i}" for i in range(gate_pack.CONSUMERS)]
+    kib = dict(gate_pack.SM90.constants)["LAUNCH_SHARED"] // 1024
+    shared = f"{gate_pack.THREADS} threads, {kib} KiB of shared memory, alone on its SM"
     rows = (
         ([*map(str, range(11)), f"… {clusters - 1}"], 2, f"<b>grid</b>: {clusters} clusters, a block for each SM"),
         (["block 0", "block 1"], 1, "<b>cluster</b>: blocks that reach each other's shared memory"),

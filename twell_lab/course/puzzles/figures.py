@@ -58,7 +58,9 @@ def asked(name: str) -> go.Figure | None:
     with TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.cu"
         file.write_text(answer(name), encoding="utf-8")
-        return _drawn(name, trace_of(name, file), "Asked")
+        figure = _drawn(name, trace_of(name, file), "Asked")
+    # What a pointer over a cell would show is the answer's code.
+    return figure and figure.update_traces(customdata=None, hovertemplate=None, hoverinfo="skip")
 
 
 def yours(name: str, file: str | Path, step: bool = False):
