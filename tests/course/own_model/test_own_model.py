@@ -68,8 +68,3 @@ def test_gains_are_those_of_the_best_paths_of_all_layers(small, halves):
     )
     assert row["launches"] == pytest.approx(100 * launches / row["dense_us"])
     assert own_model.figures.gains([row]).data[0].y == (row["x_dense"],)
-
-
-@pytest.mark.parametrize(("layers", "all_dense"), [("5 dense", True), ("4 dense, 1 twell", False), (None, False)])
-def test_a_model_of_which_no_layer_was_swapped(layers, all_dense):
-    assert own_model.all_dense({"layers": layers}) == all_dense

@@ -1,5 +1,5 @@
-"""A model of the reader's, be it of transformers or of this project: its tokens of a text, its logits, what a plan does
-with its layers, and what swapped layers should be worth on other GPUs."""
+"""A model of the reader's, be it of transformers or of this project: its tokens of a text, its logits, and what swapped
+layers should be worth on other GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ...analysis import costs, predict
-from ...analysis.plan import Plan
 from ...analysis.profile import FiringProfile
 from ...core import InputError
 from ...layers.choice import DENSE
@@ -129,21 +128,6 @@ def go_on(mine: Own, model: nn.Module, prompt: str, tokens: int = 60) -> str:
     return mine.decode(said[0, start:])
 
 
-# ---- what a plan does ----
-
-
-def planned(plan: Plan, tokens: Sequence[int]) -> str:
-    """Return how many layers a plan leaves dense, for each of these numbers of tokens."""
-    said = []
-    for count in tokens:
-        choices = [
-            next((choice for most, choice in layer.choices.items() if most >= count), [*layer.choices.values()][-1])
-            for layer in plan.layers
-        ]
-        said.append(f"{choices.count(DENSE)} with {count:,} token{'s' * (count > 1)}")
-    return f"left dense of {len(plan.layers)} layers: {', '.join(said)}"
-
-
 # ---- on another GPU ----
 
 
@@ -163,9 +147,3 @@ def gains(firing: FiringProfile, gpus: Sequence[str], tokens: Sequence[int]) -> 
             row = {"gpu": rates.device, "tokens": count, "dense_us": dense, "us": us, "x_dense": dense / us}
             rows.append(row | {"launches": 100 * launches / dense})
     return rows
-
-
-def all_dense(here: dict) -> bool:
-    """Return whether a pair of `bench_command.pairs` compares the dense model with one of which every layer stayed
-    dense, so that both do the same work."""
-    return bool(re.fullmatch(r"\d+ dense", here.get("layers") or ""))
