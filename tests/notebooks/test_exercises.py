@@ -67,7 +67,7 @@ def test_the_folded_answer_passes_and_what_is_handed_out_does_not(name, capsys):
 # What is handed out right, and slow, or with a fault: the others are empty.
 SLOW = {
     "tile_counts": "the result is right. But with 1024 columns, the loads touch 4,096 sectors",
-    "row_counts": "a barrier is missing: thread 32 writes part[1] and thread 0 reads it",
+    "row_counts": "a barrier is missing: thread 32 of block 0 writes part[1] and thread 0 of block 0 reads it",
 }
 
 

@@ -6,16 +6,13 @@ Nothing is drawn. The kernels run in `twell_lab.simulator`, or on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ... import core
 from ...bench import forward
 from ...bench.evidence import noise
-from ...core import InputError
 from ...cuda.launch import run
 from ...formats.twell import TILE, TwELL
 from ...ops import clock as clocks
@@ -26,14 +23,6 @@ from ..recorded import newest, timed_here
 
 NO_TAIL = (None, None, None)
 D_FF, NNZ = 5632, 29  # of the workloads that are timed
-
-
-def same_words(words: Tensor, gate: Tensor) -> bool:
-    """Return whether packed words equal those of TwELL.from_gate(gate), except for words that are never written."""
-    want = TwELL.from_gate(gate.cpu())
-    used = torch.arange(want.words) <= want.counts[..., None]
-    words = words.cpu()
-    return words.shape == want.packed.shape and torch.equal(words[used], want.packed[used])
 
 
 # ---- workloads: the same on every machine ----
@@ -75,23 +64,6 @@ class Layer:
         g, x, up, down_t = (t.double() for t in (self.gate, self.x, self.up, self.down_t))
         exact = (g.relu() * (x @ up.T)) @ down_t
         return float((y.double() - exact).norm() / exact.norm())
-
-
-# ---- sources ----
-
-
-def altered(file: str, old: str, new: str, to: str | Path, which: int = 1) -> Path:
-    """The path of a copy, at `to`, of a file of kernels/ in which the `which`-th occurrence of `old` is `new`.
-
-    Line numbers stay the same. Raises InputError if `old` does not occur so often.
-    """
-    pieces = (core.kernels_dir() / file).read_text(encoding="utf-8").split(old)
-    if not 1 <= which < len(pieces):
-        raise InputError(f"which is {which!r}; {old!r} occurs {len(pieces) - 1} times in {file}")
-    new += "\n" * (old.count("\n") - new.count("\n"))
-    to = Path(to)
-    to.write_text(old.join(pieces[:which]) + new + old.join(pieces[which:]), encoding="utf-8")
-    return to
 
 
 def fault_of(call: Callable[[], object]) -> Fault | None:
