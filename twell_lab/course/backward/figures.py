@@ -11,8 +11,7 @@ from ... import plots
 from ..charts import bars, finish, grids, groups, lines, one
 from ..drawing import say
 from ..roofline.data import Rates
-from .data import dense_floor
-from .measured import SPARSE
+from .measured import D_FF, D_MODEL, SPARSE, TOKENS
 
 NOTHING, KEPT = "#F4F4F4", plots.BLUE
 KINDS = {"zero": NOTHING, "not zero, gate silent": "#F3C98B", "not zero, gate fired": KEPT}
@@ -76,12 +75,12 @@ def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
     return figure.update_layout(barmode="stack").update_xaxes(range=[0, 1.14 * most])
 
 
-def budget(floors: dict[int, list[dict]], reached: Rates, recorded: list[dict] = ()) -> go.Figure:
+def budget(floors: dict[int, dict[str, float]], reached: Rates, recorded: list[dict] = ()) -> go.Figure:
     """The least time of a sparse step by part, for each nnz, beside that of a dense one; recorded steps as marks.
 
-    floors: nnz -> data.floors at the rates `reached`; recorded: rows of measured.layers."""
-    name = {nnz: f"nnz {nnz}: {sum(part['ms'] for part in parts):.2f} ms" for nnz, parts in floors.items()}
-    rows = [part | {"name": name[nnz]} for nnz, parts in floors.items() for part in parts]
+    floors: nnz -> part -> ms, at the rates `reached`; recorded: rows of measured.layers."""
+    name = {nnz: f"nnz {nnz}: {sum(parts.values()):.2f} ms" for nnz, parts in floors.items()}
+    rows = [{"name": name[nnz], "part": part, "ms": ms} for nnz, parts in floors.items() for part, ms in parts.items()]
     said = lambda row: f"{row['part']}: {row['ms']:.3g} ms"
     figure = bars(go.Figure(), rows, "name", "ms", "part", hover=said, looks={"gate, packed": {"colour": plots.GREY}})
     marks = {SPARSE: "diamond", "dense eager": "x", "dense compiled": "cross"}
@@ -90,7 +89,7 @@ def budget(floors: dict[int, list[dict]], reached: Rates, recorded: list[dict] =
     edge = {"size": 12, "marker": {"line": {"color": "white", "width": 1}}}
     looks = {f"{path}, recorded": edge | {"colour": plots.INK, "symbol": symbol} for path, symbol in marks.items()}
     lines(figure, timed, "name", "ms", "part", hover=said, looks=looks, mode="markers")
-    dense = dense_floor(reached)
+    dense = 1e3 * 9 * 2 * TOKENS * D_MODEL * D_FF / reached.tensor
     figure.add_hline(y=dense, line={"color": plots.INK, "width": 1, "dash": "dash"})
     text = f"nine dense products on the tensor cores: {dense:.2f} ms"
     say(figure, 0, dense, text, "left", 11, xref="paper", yanchor="top")
