@@ -51,35 +51,27 @@ def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int
 
 
 def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
-    """Bytes a row and overflowing rows for each tile (across) and number of words (down).
+    """Bytes a row, its tail included, and below them which rows overflow, for each tile (across) and number of words.
 
-    table: rows of `data.geometries`. A red frame marks the fewest bytes with at most this share of rows overflowing.
-    """
+    table: rows of `data.geometries`. A red frame marks the fewest bytes with at most this share of rows overflowing."""
     tiles, words = (sorted({row[key] for row in table}) for key in ("tile", "words"))
-    titles = ["bytes a row (tail included)", "rows with an overflowing tile"]
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.12, subplot_titles=titles)
-    blues, oranges = [[0, "#EAF3FA"], [1, "#5FA8D3"]], [[0, "#F5F5F5"], [0.0001, "#FDEBD3"], [1, plots.ORANGE]]
-    places = {"x": [f"{row['tile']}" for row in table], "y": [f"{row['words']}" for row in table]}
-    for column, numbers, texts, scale in (
-        (1, [math.log(row["bytes"]) for row in table], [f"{row['bytes']:,.0f}" for row in table], blues),
-        (2, [row["overflow"] for row in table], [plots.share(row["overflow"]) for row in table], oranges),
-    ):
-        look = {"texttemplate": "%{text}", "textfont": {"color": plots.INK}, "xgap": 3, "ygap": 3, "showscale": False}
-        hover = "tile %{x}, %{y} words: %{text}<extra></extra>"
-        more = look | places | {"hovertemplate": hover, "row": 1, "col": column}
-        figure.add_heatmap(z=numbers, text=texts, colorscale=scale, hoverongaps=False, **more)
-    figure.update_traces(zmin=0, zmax=1, col=2)
-    for update, name, order in ((figure.update_xaxes, "tile, columns", tiles), (figure.update_yaxes, "", words)):
-        names = {"categoryorder": "array", "categoryarray": [f"{size}" for size in order]}
-        update(title_text=name, type="category", showgrid=False, **names)
-    figure.update_yaxes(title_text="words a tile", col=1)
+    cells: list[list] = [[None] * len(tiles) for _ in words]
+    texts = [[""] * len(tiles) for _ in words]
+    for row in table:
+        y, x = words.index(row["words"]), tiles.index(row["tile"])
+        cells[y][x] = math.log(row["bytes"])
+        texts[y][x] = f"{row['bytes']:,.0f}<br>{plots.share(row['overflow'])} overflow"
+    look = {"texttemplate": "%{text}", "textfont": {"color": plots.INK}, "xgap": 3, "ygap": 3, "showscale": False}
+    scale = [[0, "#EAF3FA"], [1, "#5FA8D3"]]
+    figure = go.Figure().add_heatmap(z=cells, text=texts, colorscale=scale, hoverinfo="skip", hoverongaps=False, **look)
+    figure.update_xaxes(title_text="tile, columns", tickvals=[*range(len(tiles))], ticktext=tiles, showgrid=False)
+    figure.update_yaxes(title_text="words a tile", tickvals=[*range(len(words))], ticktext=words, showgrid=False)
     if (best := smallest(table, overflow)) is not None:
-        x, y = tiles.index(best["tile"]), words.index(best["words"])  # categories lie at whole numbers
+        x, y = tiles.index(best["tile"]), words.index(best["words"])
         line = {"color": plots.RED, "width": 3}
-        figure.add_shape(type="rect", x0=x - 0.5, x1=x + 0.5, y0=y - 0.5, y1=y + 0.5, line=line, row=1, col="all")
-    title = f"Tile and words (framed: fewest bytes with at most {overflow:.0%} of rows overflowing)"
-    figure = plots.styled(figure, title, height=130 + 52 * len(words)).update_layout(margin_t=90)
-    return figure.update_annotations(font_size=12)
+        figure.add_shape(type="rect", x0=x - 0.5, x1=x + 0.5, y0=y - 0.5, y1=y + 0.5, line=line)
+    title = f"Bytes a row (framed: the fewest with at most {overflow:.0%} of rows overflowing)"
+    return plots.styled(figure, title, height=130 + 52 * len(words))
 
 
 def tile_view(packed: TwELL, row: int = 0, part: int = 0) -> go.Figure:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -100,9 +100,9 @@ PUZZLES: dict[str, Puzzle] = {}  # by the name of the kernel, its file and its e
 def _puzzle(title: str, minutes: int, point: Point, right: str, notebook: str = "06"):
     """Enter a function that makes the launches of a puzzle, which is called as the puzzle is."""
 
-    def enter(cases: Callable[[], list[Case]]) -> Callable[[], list[Case]]:
-        PUZZLES[cases.__name__.removeprefix("_")] = Puzzle(title, minutes, cases, point, right, notebook)
-        return cases
+    def enter(cases: Callable[[], Iterator[Case]]) -> None:
+        drawn = lambda: list(cases())
+        PUZZLES[cases.__name__.removeprefix("_")] = Puzzle(title, minutes, drawn, point, right, notebook)
 
     return enter
 
@@ -156,19 +156,17 @@ def _one_place_each(array: str) -> Point:
 
 
 @_puzzle("map", 5, _one_place_each("out"), "each of the 32 threads has one value.")
-def _map() -> list[Case]:
+def _map() -> Iterator[Case]:
     x = _numbers(32)
-    return [Case("32 values", (1,), (32,), {"x": x, "out": _empty(32)}, {"out": 2 * x})]
+    yield Case("32 values", (1,), (32,), {"x": x, "out": _empty(32)}, {"out": 2 * x})
 
 
 @_puzzle("guard", 5, _one_place_each("out"), "threads past the end do nothing, at every size tried.")
-def _guard() -> list[Case]:
-    made = []
+def _guard() -> Iterator[Case]:
     for n in (37, 64, 100, 1):
         x, blocks = _numbers(n), -(-n // 32)
         arguments = {"x": x, "out": _empty(n), "n": n}
-        made.append(Case(f"n = {n}", (blocks,), (32,), arguments, {"out": 2 * x}, look=blocks - 1))
-    return made
+        yield Case(f"n = {n}", (blocks,), (32,), arguments, {"out": 2 * x}, look=blocks - 1)
 
 
 def _strided(case: Case, seen: Seen) -> str | None:
@@ -182,24 +180,20 @@ def _strided(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("grid-stride", 10, _strided, "any number of threads does any number of values.")
-def _grid_stride() -> list[Case]:
-    made = []
+def _grid_stride() -> Iterator[Case]:
     for n, blocks, threads in ((150, 2, 32), (1000, 3, 64), (777, 1, 32), (5, 2, 32)):
         x = _numbers(n)
         said = f"n = {n}, {blocks} blocks of {threads} threads"
-        made.append(Case(said, (blocks,), (threads,), {"x": x, "out": _empty(n), "n": n}, {"out": 2 * x}))
-    return made
+        yield Case(said, (blocks,), (threads,), {"x": x, "out": _empty(n), "n": n}, {"out": 2 * x})
 
 
 @_puzzle("2-D indices", 10, _one_place_each("out"), "a thread has a row and a column, and stays within both.")
-def _add_bias() -> list[Case]:
-    made = []
+def _add_bias() -> Iterator[Case]:
     for rows, columns in ((6, 40), (4, 32), (9, 7), (1, 65)):
         x, bias, grid = _numbers(rows, columns), _numbers(columns), (-(-columns // 32), -(-rows // 4))
         arguments = {"x": x, "bias": bias, "out": _empty(rows, columns), "rows": rows, "columns": columns}
         said, last = f"{rows} rows of {columns}", math.prod(grid) - 1
-        made.append(Case(said, grid, (32, 4), arguments, {"out": x + bias}, look=last))
-    return made
+        yield Case(said, grid, (32, 4), arguments, {"out": x + bias}, look=last)
 
 
 def _read_once(case: Case, seen: Seen) -> str | None:
@@ -217,10 +211,10 @@ def _read_once(case: Case, seen: Seen) -> str | None:
     _read_once,
     "each value is read once, and nobody reads a neighbour's before it is there.",
 )
-def _neighbours() -> list[Case]:
+def _neighbours() -> Iterator[Case]:
     x = _numbers(3, 64)
     sums = x + torch.nn.functional.pad(x, (1, 0))[:, :-1] + torch.nn.functional.pad(x, (0, 1))[:, 1:]
-    return [Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3, 64)}, {"out": sums}, look=1)]
+    yield Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3, 64)}, {"out": sums}, look=1)
 
 
 MOST_READS = 16  # of one thread in block_sum: folding 64 values in half six times takes 14
@@ -236,9 +230,9 @@ def _folded(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("reduction", 15, _folded, "64 values folded by all threads together.")
-def _block_sum() -> list[Case]:
+def _block_sum() -> Iterator[Case]:
     x = _numbers(3, 64)
-    return [Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3)}, {"out": x.sum(1)}, look=2)]
+    yield Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3)}, {"out": x.sum(1)}, look=2)
 
 
 def _one_ballot(case: Case, seen: Seen) -> str | None:
@@ -256,15 +250,13 @@ def _one_ballot(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("ballot and popcount", 10, _one_ballot, "one vote, and its bits counted.")
-def _ballot_count() -> list[Case]:
-    made = []
+def _ballot_count() -> Iterator[Case]:
     for width in (27, 32, 1):
         x = torch.randint(-3, 4, (5, width)) / 4
         x[:, 0] = torch.tensor([0.0, 0.25, -0.25, -0.0, 0.5])
         arguments = {"x": x, "counts": _whole(5), "width": width}
         wanted = {"counts": (x > 0).sum(1, dtype=torch.int32)}
-        made.append(Case(f"rows of {width}", (5,), (32,), arguments, wanted, look=4))
-    return made
+        yield Case(f"rows of {width}", (5,), (32,), arguments, wanted, look=4)
 
 
 def _by_shuffles(seen: Seen, distances: str) -> str | None:
@@ -282,10 +274,10 @@ def _five_steps(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("prefix sum in a warp", 15, _five_steps, "32 running sums in a handful of shuffles.")
-def _prefix_sum() -> list[Case]:
+def _prefix_sum() -> Iterator[Case]:
     x = torch.randint(-9, 10, (3, 32), dtype=torch.int32)
     wanted = {"out": x.cumsum(1, dtype=torch.int32)}
-    return [Case("3 rows of 32", (3,), (32,), {"x": x, "out": _whole(3, 32)}, wanted, look=1)]
+    yield Case("3 rows of 32", (3,), (32,), {"x": x, "out": _whole(3, 32)}, wanted, look=1)
 
 
 def _sectors_of(row: int, width: int) -> int:
@@ -306,13 +298,11 @@ def _dot_by_shuffles(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("a dot product in a warp", 15, _dot_by_shuffles, "32 partial sums, and five shuffles make one of them.")
-def _warp_dot() -> list[Case]:
-    made = []
+def _warp_dot() -> Iterator[Case]:
     for rows, width in ((3, 80), (2, 32), (3, 37), (2, 5)):
         x, w = _numbers(rows, width), _numbers(width)
         arguments = {"x": x, "w": w, "out": _empty(rows), "width": width}
-        made.append(Case(f"{rows} rows of {width}", (rows,), (32,), arguments, {"out": x @ w}, look=rows - 1))
-    return made
+        yield Case(f"{rows} rows of {width}", (rows,), (32,), arguments, {"out": x @ w}, look=rows - 1)
 
 
 def _sixteen_bytes(case: Case, seen: Seen) -> str | None:
@@ -330,13 +320,11 @@ def _sixteen_bytes(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("vector loads", 10, _sixteen_bytes, "a quarter of the instructions.")
-def _vector_loads() -> list[Case]:
-    made = []
+def _vector_loads() -> Iterator[Case]:
     for n in (1000, 512, 4):
         x = _numbers(n)
         arguments = {"x": x, "out": _empty(n), "n": n}
-        made.append(Case(f"n = {n}", (-(-n // 256),), (64,), arguments, {"out": 2 * x}))
-    return made
+        yield Case(f"n = {n}", (-(-n // 256),), (64,), arguments, {"out": 2 * x})
 
 
 SPARE = 4  # reads of one entry: the compiler that watches an index may read it twice, and so may a reader
@@ -358,14 +346,12 @@ def _one_entry_each(array: str, arrays: int) -> Point:
 
 
 @_puzzle("atomics", 5, _one_entry_each("fired", 1), "no firing is lost, in any order of threads.")
-def _neuron_counts() -> list[Case]:
-    made = []
+def _neuron_counts() -> Iterator[Case]:
     for n, neurons in ((300, 40), (64, 3), (1, 5)):
         fired = torch.randint(0, neurons, (n,), dtype=torch.int32)
         wanted = torch.bincount(fired, minlength=neurons).int()
         arguments = {"fired": fired, "counts": torch.zeros(neurons, dtype=torch.int32), "n": n}
-        made.append(Case(f"n = {n}, {neurons} neurons", (-(-n // 64),), (64,), arguments, {"counts": wanted}))
-    return made
+        yield Case(f"n = {n}, {neurons} neurons", (-(-n // 64),), (64,), arguments, {"counts": wanted})
 
 
 def _whole_sectors(case: Case, seen: Seen) -> str | None:
@@ -373,14 +359,12 @@ def _whole_sectors(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("a row gather", 10, _whole_sectors, "each sector of a row is touched once.")
-def _gather_rows() -> list[Case]:
-    made = []
+def _gather_rows() -> Iterator[Case]:
     for rows, width in ((6, 80), (3, 32), (4, 37), (3, 150), (2, 6)):
         table, index = _numbers(20, width), torch.randint(0, 20, (rows,), dtype=torch.int32)
         arguments = {"table": table, "index": index, "out": _empty(rows, width), "width": width}
         wanted = {"out": table[index.long()]}
-        made.append(Case(f"{rows} rows of {width}", (rows,), (32,), arguments, wanted, look=rows - 1))
-    return made
+        yield Case(f"{rows} rows of {width}", (rows,), (32,), arguments, wanted, look=rows - 1)
 
 
 def _gathered_once(case: Case, seen: Seen) -> str | None:
@@ -390,8 +374,7 @@ def _gathered_once(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("gather and multiply", 15, _gathered_once, "each row that is wanted is read once, times its value.")
-def _gather_multiply() -> list[Case]:
-    made = []
+def _gather_multiply() -> Iterator[Case]:
     for rows, count, width in ((3, 5, 150), (2, 1, 64), (4, 7, 20)):
         table, index = _numbers(20, width), torch.stack([torch.randperm(20)[:count] for _ in range(rows)])
         values = _numbers(rows, count)
@@ -399,8 +382,7 @@ def _gather_multiply() -> list[Case]:
         arguments |= {"count": count, "width": width}
         wanted = {"out": (values[..., None] * table[index]).sum(1)}
         said = f"{rows} rows of {count} values, and {width} columns"
-        made.append(Case(said, (rows,), (64,), arguments, wanted, look=rows - 1))
-    return made
+        yield Case(said, (rows,), (64,), arguments, wanted, look=rows - 1)
 
 
 TILE, WORDS = 64, 8  # of pack_words
@@ -423,7 +405,7 @@ def _packed_by_all(case: Case, seen: Seen) -> str | None:
     _packed_by_all,
     "the words of TwELL, with the true count of tiles that overflow, and NaN kept.",
 )
-def _pack_words() -> list[Case]:
+def _pack_words() -> Iterator[Case]:
     firing = (0, 1, WORDS - 1, WORDS, 33, TILE, 5)
     gate = torch.rand(len(firing), TILE) + 0.01
     order = torch.rand(len(firing), TILE).argsort(1)
@@ -435,7 +417,7 @@ def _pack_words() -> list[Case]:
     used = torch.arange(WORDS) <= stored.counts
     arguments = {"gate": gate.view(torch.int16), "packed": _whole(len(firing), WORDS)}
     said = f"{len(firing)} tiles in which {', '.join(map(str, firing))} values fire"
-    return [Case(said, (len(firing),), (32,), arguments, {"packed": wanted}, look=3, used={"packed": used})]
+    yield Case(said, (len(firing),), (32,), arguments, {"packed": wanted}, look=3, used={"packed": used})
 
 
 SIDE = 16  # of the tiles in gemm_tile
@@ -454,14 +436,12 @@ def _shared_tiles(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("a small GEMM tile", 25, _shared_tiles, "each value is read once for 16 products.")
-def _gemm_tile() -> list[Case]:
-    made = []
+def _gemm_tile() -> Iterator[Case]:
     for rows, columns, depth in ((32, 48, 64), (16, 16, 16)):
         a, b = _numbers(rows, depth), _numbers(depth, columns)
         arguments = {"a": a, "b": b, "c": _empty(rows, columns), "columns": columns, "depth": depth}
         said = f"{rows} x {depth} times {depth} x {columns}"
-        made.append(Case(said, (columns // SIDE, rows // SIDE), (SIDE, SIDE), arguments, {"c": a @ b}))
-    return made
+        yield Case(said, (columns // SIDE, rows // SIDE), (SIDE, SIDE), arguments, {"c": a @ b})
 
 
 # ---- notebook 08: bfloat16, and what twell.cuh has ----
@@ -485,15 +465,13 @@ _TILES = "the counts of every tile, NaN and narrow tiles included, and each sect
 
 
 @_puzzle("counts of tiles", 10, _touched_once, _TILES, "08")
-def _tile_counts() -> list[Case]:
-    made = []
+def _tile_counts() -> Iterator[Case]:
     for rows, columns, share in ((4, 1024, 0.1), (3, 600, 0.5), (1, 24, 1.0)):
         gate = _drawn(rows, columns, share)
         want = TwELL.from_gate(gate).counts.int()
         arguments = {"gate": gate, "counts": _whole(*want.shape), "columns": columns}
         last = want.shape[1] - 1  # of a row: the narrow one
-        made.append(Case(f"{columns} columns", want.shape[::-1], (32,), arguments, {"counts": want}, look=last))
-    return made
+        yield Case(f"{columns} columns", want.shape[::-1], (32,), arguments, {"counts": want}, look=last)
 
 
 def _two_loads(case: Case, seen: Seen) -> str | None:
@@ -506,8 +484,7 @@ _WORDS = "a lane for each word, nothing past the count, and a tile's columns mov
 
 
 @_puzzle("unpacking", 15, _two_loads, _WORDS, "08")
-def _unpack() -> list[Case]:
-    made = []
+def _unpack() -> Iterator[Case]:
     for rows, columns, share in ((4, 1024, 0.05), (3, 600, 0.03), (1, 24, 1.0), (2, 512, 0.0)):
         gate = _drawn(rows, columns, share)
         if rows == 4:  # a tile in which the column that equals its count fires: where a count taken for a word goes
@@ -519,21 +496,18 @@ def _unpack() -> list[Case]:
         arguments = {"packed": words.int(), "out": torch.zeros_like(gate), "columns": columns}
         grid, wanted = form.counts.shape[::-1], {"out": torch.where(gate <= 0, 0, gate).nan_to_num(9.0)}
         read = {"out": lambda out: out.nan_to_num(9.0)}
-        made.append(Case(f"{columns} columns", tuple(grid), (32,), arguments, wanted, read=read))
-    return made
+        yield Case(f"{columns} columns", tuple(grid), (32,), arguments, wanted, read=read)
 
 
 _ROWS = "thread 0 adds up when all four warps have written, and each sector is still touched once."
 
 
 @_puzzle("counts of rows", 10, _touched_once, _ROWS, "08")
-def _row_counts() -> list[Case]:
-    made = []
+def _row_counts() -> Iterator[Case]:
     for rows, columns, share in ((3, 1024, 0.3), (2, 600, 0.9), (1, 40, 1.0)):
         gate = _drawn(rows, columns, share)
         arguments, wanted = {"gate": gate, "counts": _whole(rows), "columns": columns}, (~(gate <= 0)).sum(1).int()
-        made.append(Case(f"{columns} columns", (rows,), (128,), arguments, {"counts": wanted}))
-    return made
+        yield Case(f"{columns} columns", (rows,), (128,), arguments, {"counts": wanted})
 
 
 # ---- notebook 09 ----
@@ -563,18 +537,15 @@ def _own_barriers(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("two stages", 25, _own_barriers, "one warp copies while the other adds, and neither is too early.", "09")
-def _two_stages() -> list[Case]:
-    made = []
+def _two_stages() -> Iterator[Case]:
     for rows, depth in ((64, 160), (32, 32), (32, 64)):
         x, race = _numbers(rows, depth), "Who uses a stage has to wait until the others have arrived at its barrier."
         said, arguments = f"{rows} rows of {depth}", {"x": x, "out": _empty(rows), "depth": depth}
-        made.append(Case(said, (rows // STAGE,), (64,), arguments, {"out": x.sum(1)}, race=race))
-    return made
+        yield Case(said, (rows // STAGE,), (64,), arguments, {"out": x.sum(1)}, race=race)
 
 
 @_puzzle("an epilogue that packs", 20, _votes, "the words leave the chip, and the sums never do.", "09")
-def _gemm_pack() -> list[Case]:
-    made = []
+def _gemm_pack() -> Iterator[Case]:
     for rows, columns, depth in ((16, 64, 96), (8, 32, 32)):
         sizes = (rows, depth), (depth, columns)
         a, b = (torch.randint(1, 3, of) * (2 * torch.randint(0, 2, of) - 1) / 2 for of in sizes)  # exact in 16 bits
@@ -585,16 +556,14 @@ def _gemm_pack() -> list[Case]:
         used = (word <= counts) & ((counts < 32) | (word == 0))  # the bits of a NaN are not said
         arguments = {"a": a, "b": b, "packed": _whole(len(counts), WORDS), "columns": columns, "depth": depth}
         said, wanted = f"{rows} x {depth} times {depth} x {columns}", {"packed": form.packed.reshape(-1, WORDS).int()}
-        made.append(Case(said, (columns // 32, rows // 8), (32, 8), arguments, wanted, used={"packed": used}))
-    return made
+        yield Case(said, (columns // 32, rows // 8), (32, 8), arguments, wanted, used={"packed": used})
 
 
 # ---- notebook 11 ----
 
 
 @_puzzle("lists by neuron", 15, _one_entry_each("neuron", 3), "every entry has a place of its own.", "11")
-def _neuron_lists() -> list[Case]:
-    made = []
+def _neuron_lists() -> Iterator[Case]:
     for tokens, d_ff, share in ((40, 12, 0.3), (7, 3, 1.0), (64, 40, 0.05)):
         fired = torch.rand(tokens, d_ff) < share
         fired[0, 0] = True
@@ -605,8 +574,7 @@ def _neuron_lists() -> list[Case]:
         arguments |= {"cursor": torch.zeros(d_ff, dtype=torch.int32), "lists": _whole(n), "n": n}
         order = lambda lists, first=owner << 40: (first + lists).sort()[0] - first  # each list by itself
         said, wanted = f"n = {n}, {d_ff} neurons", {"lists": by_neuron.int()}
-        made.append(Case(said, (-(-n // 64),), (64,), arguments, wanted, read={"lists": order}))
-    return made
+        yield Case(said, (-(-n // 64),), (64,), arguments, wanted, read={"lists": order})
 
 
 def _in_order(case: Case, seen: Seen) -> str | None:
@@ -617,8 +585,7 @@ def _in_order(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("the gradient of up", 15, _in_order, "silent tokens are not read, and every run gives the same bits.", "11")
-def _up_gradient() -> list[Case]:
-    made = []
+def _up_gradient() -> Iterator[Case]:
     for tokens, d_ff, d_model in ((40, 5, 80), (9, 3, 20)):
         fired = torch.rand(tokens, d_ff) < 0.4
         fired[:, 1], fired[:3, 2] = False, True
@@ -631,5 +598,4 @@ def _up_gradient() -> list[Case]:
                 wanted[neuron] += du[k] * x[lists[k]]
         arguments = {"starts": starts.int(), "lists": lists.int(), "du": du, "x": x, "dup": _empty(d_ff, d_model)}
         said = f"{tokens} tokens, {d_ff} neurons, d_model {d_model}"
-        made.append(Case(said, (d_ff,), (64,), arguments | {"d_model": d_model}, {"dup": wanted}, look=2))
-    return made
+        yield Case(said, (d_ff,), (64,), arguments | {"d_model": d_model}, {"dup": wanted}, look=2)
