@@ -8,10 +8,9 @@ import plotly.graph_objects as go
 
 from ... import plots
 from ...formats.twell import POOL_WORDS
-from ..charts import MARKS, bars, finish, groups, lines
-from ..drawing import BESIDE, nothing, say, squares, text_on
+from ..charts import bars, finish, lines
+from ..drawing import nothing, say, squares, text_on
 
-GROUPS = {"the gate, 16,384 tokens": plots.BLUE, "whole layer, 1 token": plots.GREEN}
 VERSIONS = {  # of data.versions, as the figure calls them
     "sm80 gate_pack": "for older GPUs",
     "gate GEMM (torch), then pack": "torch's product, then pack",
@@ -32,10 +31,8 @@ def roofline(points: list[dict], gpu: dict) -> go.Figure:
         return nothing(title)
     figure, (left, right) = go.Figure(), (0.3, 3e4)
     tensor, memory = gpu["tensor_tflops"], gpu["bandwidth_gb_s"] / 1e3
-    line, ends = (
-        {"color": plots.INK, "width": 1.5},
-        {"x": [left, tensor / memory, right], "y": [left * memory, tensor, tensor]},
-    )
+    ends = {"x": [left, tensor / memory, right], "y": [left * memory, tensor, tensor]}
+    line = {"color": plots.INK, "width": 1.5}
     figure.add_scatter(**ends, mode="lines", line=line, showlegend=False, hoverinfo="skip")
     for x, y, text in (
         (right, tensor, f"tensor cores, {tensor:.0f} TFLOP/s"),
@@ -43,22 +40,15 @@ def roofline(points: list[dict], gpu: dict) -> go.Figure:
     ):
         say(figure, math.log10(x), math.log10(y), text, "right", 11, yanchor="bottom", yshift=6)
     named = [point | {"called": VERSIONS.get(point["name"], point["name"])} for point in points]
-    for group, mine in groups(named, "group").items():  # versions that lie on one spot are seen, one within another
-        edge = {"line": {"color": "white", "width": 1}}
-        looks = {
-            point["called"]: {"colour": GROUPS[group], "symbol": MARKS[i], "size": max(6, 20 - 2 * i), "marker": edge}
-            for i, point in enumerate(mine)
-        }
-        rates = lambda point: f"{point['intensity']:.3g} operations a byte, {point['rate']:.3g} TFLOP/s"
-        said = lambda point: f"{point['called']}: {rates(point)} ({point['ms']:.3g} ms, {point['where']})"
-        more = {"legendgroup": group, "legendgrouptitle_text": group, "mode": "markers"}
-        lines(figure, mine, "intensity", "rate", "called", hover=said, looks=looks, **more)
+    edge = {"line": {"color": "white", "width": 1}}  # versions that lie on one spot are seen, one within another
+    looks = {point["called"]: {"size": max(7, 22 - 3 * i), "marker": edge} for i, point in enumerate(named)}
+    rates = lambda point: f"{point['intensity']:.3g} operations a byte, {point['rate']:.3g} TFLOP/s"
+    said = lambda point: f"{point['called']}: {rates(point)} ({point['ms']:.3g} ms, {point['where']})"
+    lines(figure, named, "intensity", "rate", "called", hover=said, looks=looks, mode="markers")
     axes = {"x": "operations for each byte of memory", "y": "10<sup>12</sup> operations a second"}
     ticks = {"log_x": [1, 10, 100, 1000, 10000], "log_y": [1, 10, 100, 1000]}
     figure = finish(figure, title, points, 340, **axes, **ticks)
-    figure.update_xaxes(range=[math.log10(left), math.log10(right)]).update_yaxes(range=[-0.6, 3.3])
-    beside = BESIDE | {"yref": "paper", "groupclick": "toggleitem", "traceorder": "grouped"}
-    return figure.update_layout(legend=beside, margin={"r": 230, "b": 56})
+    return figure.update_xaxes(range=[math.log10(left), math.log10(right)]).update_yaxes(range=[-0.6, 3.3])
 
 
 def versions(found: list[dict], floor_ms: float) -> go.Figure:
