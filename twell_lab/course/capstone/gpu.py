@@ -127,7 +127,10 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     y, none = torch.empty(tokens, D_MODEL, dtype=dtype, device="cuda"), (None, None, None)
 
     inputs = list(zip(packs, gates))
-    given = lambda turn: inputs[turn % len(inputs)]
+
+    def given(turn: int) -> tuple[Tensor, Tensor]:
+        return inputs[turn % len(inputs)]
+
     calls = {YOURS: lambda turn: mine.launch(*given(turn), down_t, y)}
     for version in VERSIONS:
         calls[f"down_v{version}"] = lambda turn, version=version: run(

@@ -47,7 +47,7 @@ def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int
     figure.add_hline(y=floor, line={"color": plots.RED, "dash": "dot", "width": 2}, annotation=beside)
     title = "The same rows in each format (share of dense below the bytes)"
     figure = finish(figure, title, y="bytes a row").update_layout(margin_r=90)
-    return figure.update_yaxes(range=[0, 1.18 * max(row["bytes"] for row in shown)], tickformat=",d")
+    return figure.update_yaxes(range=[0, 1.18 * max(sizes.values()) / rows], tickformat=",d")
 
 
 def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
