@@ -126,10 +126,10 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     packs = [run(pack, gate, TILE, WORDS) for gate in gates]
     y, none = torch.empty(tokens, D_MODEL, dtype=dtype, device="cuda"), (None, None, None)
 
-    inputs = list(zip(packs, gates))
+    pairs = list(zip(packs, gates))
 
     def given(turn: int) -> tuple[Tensor, Tensor]:
-        return inputs[turn % len(inputs)]
+        return pairs[turn % len(pairs)]
 
     calls = {YOURS: lambda turn: mine.launch(*given(turn), down_t, y)}
     for version in VERSIONS:
