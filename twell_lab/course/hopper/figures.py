@@ -1,6 +1,6 @@
 """Figures of notebook 09, each a function of rows and numbers; in the style of `plots`.
 
-Numbers in drawings are those of the kernel (ops.gate_pack) or counted; colour is never the only sign."""
+Colour is never the only sign."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ...ops import gate_pack
 from ..charts import bars, finish, groups, lines
 from ..drawing import say, squares
-from ..puzzles.figures import levels as drawn_levels
 from . import tile
 from .data import FEW, FUSED, PLANNED, TORCH, TWELL, by_nnz, estimate
 
@@ -122,21 +120,6 @@ def _columns(cells: list[dict]) -> list[tuple[int, float]]:
 
 
 # ---- drawings ----
-
-
-def levels() -> go.Figure:
-    """From the grid to a lane, as the kernel's version 3 has them, with what each level shares."""
-    clusters, consumers = 132 // gate_pack.CLUSTER, [f"consumer {i}" for i in range(gate_pack.CONSUMERS)]
-    kib = dict(gate_pack.SM90.constants)["LAUNCH_SHARED"] // 1024
-    shared = f"{gate_pack.THREADS} threads, {kib} KiB of shared memory, alone on its SM"
-    rows = (
-        ([*map(str, range(11)), f"… {clusters - 1}"], 2, f"<b>grid</b>: {clusters} clusters, a block for each SM"),
-        (["block 0", "block 1"], 1, "<b>cluster</b>: blocks that reach each other's shared memory"),
-        (["producer", *consumers], 1, f"<b>block</b>: {shared}"),
-        ([f"warp {i}" for i in range(4)], 0, "<b>warpgroup</b>: 4 warps, one for each scheduler; together they wgmma"),
-        ([*map(str, range(32))], 5, "<b>warp</b>: 32 lanes, one instruction for all"),
-    )
-    return drawn_levels(rows, "Who works together: each line shows what is in the blue box above it")
 
 
 def pipeline() -> go.Figure:
