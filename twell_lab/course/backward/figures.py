@@ -54,27 +54,6 @@ def product(fired, d_model: int, row: int, of: str) -> go.Figure:
     return grids(panels, (NOTHING, "#8FBBDA", *PICKED), title, 290, widths=widths, xgap=0.5, ygap=0.5)
 
 
-def memory(sizes: dict[str, dict[str, int]], title: str) -> go.Figure:
-    """Return what is kept from forward to backward: a bar for each way, divided by tensor. sizes: way -> tensor ->
-    bytes."""
-    rows = [
-        {"way": way, "tensor": tensor, "mib": size / 2**20}
-        for way, tensors in sizes.items()
-        for tensor, size in tensors.items()
-    ]
-    totals = {way: sum(tensors.values()) / 2**20 for way, tensors in sizes.items()}
-    most = max(totals.values())
-    short = lambda row: row["tensor"] if row["mib"] > 0.05 * most else ""
-    said = lambda row: f"{row['tensor']}: {row['mib']:.4g} MiB"
-    inside = {"textposition": "inside", "insidetextanchor": "middle", "across": True}
-    looks = {"ups": {"colour": plots.GREY}}  # else the colour of x
-    figure = bars(go.Figure(), rows, "way", "mib", "tensor", hover=said, text=short, looks=looks, **inside)
-    for way, total in totals.items():
-        say(figure, total, way, f"{total:.0f} MiB", "left", xshift=4)
-    figure = finish(figure, title, height=70 + 70 * len(sizes), x="MiB", across=True)
-    return figure.update_layout(barmode="stack").update_xaxes(range=[0, 1.14 * most])
-
-
 def budget(floors: dict[int, dict[str, float]], reached: Rates, recorded: list[dict] = ()) -> go.Figure:
     """The least time of a sparse step by part, for each nnz, beside that of a dense one; recorded steps as marks.
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from ... import plots
 from ...formats.twell import TwELL
 from ...plots import decode, tile_of
-from ..charts import bars, finish
 from ..drawing import squares
 from .data import smallest
 
@@ -30,24 +29,6 @@ def matrix(x: Tensor, title: str) -> go.Figure:
     figure.update_xaxes(title_text="neuron", showgrid=False)
     figure.update_yaxes(title_text="token", autorange="reversed", showgrid=False)
     return plots.styled(figure, title, height=340)
-
-
-def format_bytes(sizes: dict[str, int], rows: int, values: int, value_bytes: int = 2) -> go.Figure:
-    """The bytes of a row in each format, for one matrix; the line is what the kept values alone would take.
-
-    sizes: format -> bytes of the whole matrix, "dense" among them; values: how many are kept in all rows.
-    """
-    shown = [{"format": name, "bytes": size / rows, "share": size / sizes["dense"]} for name, size in sizes.items()]
-    text = lambda row: f"{row['bytes']:,.0f}<br>{row['share']:.0%}"
-    looks = {None: {"marker": {"color": [plots.GREY if name == "dense" else plots.BLUE for name in sizes]}}}
-    figure = bars(go.Figure(), shown, "format", "bytes", lambda _: None, text=text, looks=looks)
-    floor = values * value_bytes / rows
-    beside = {"x": 1, "xanchor": "left", "yanchor": "middle", "align": "left", "font": {"color": plots.RED}}
-    beside["text"] = f"the values<br>alone: {floor:,.0f}"
-    figure.add_hline(y=floor, line={"color": plots.RED, "dash": "dot", "width": 2}, annotation=beside)
-    title = "The same rows in each format (share of dense below the bytes)"
-    figure = finish(figure, title, y="bytes a row").update_layout(margin_r=90)
-    return figure.update_yaxes(range=[0, 1.18 * max(sizes.values()) / rows], tickformat=",d")
 
 
 def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:

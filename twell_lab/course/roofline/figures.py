@@ -7,9 +7,8 @@ import math
 import plotly.graph_objects as go
 
 from ... import plots
-from ...formats.twell import POOL_WORDS
 from ..charts import bars, finish, lines
-from ..drawing import nothing, say, squares, text_on
+from ..drawing import nothing, say
 
 VERSIONS = {  # of data.versions, as the figure calls them
     "sm80 gate_pack": "for older GPUs",
@@ -19,7 +18,6 @@ VERSIONS = {  # of data.versions, as the figure calls them
     "sm90 gate_pack v2": "version 2: clusters",
     "sm90 gate_pack v3": "version 3: packs beside",
 }
-LOST = "#CCCCCC"  # the excess of a row that found no room
 
 
 def roofline(points: list[dict], gpu: dict) -> go.Figure:
@@ -65,22 +63,3 @@ def versions(found: list[dict], floor_ms: float) -> go.Figure:
     title = "The gate of 16,384 tokens, nnz 29: each version, and the floor"
     figure = finish(figure, title, found, 210, x="ms", across=True)
     return figure.update_xaxes(range=[0, 1.4 * found[0]["ms"] if found else 1])
-
-
-def pool_segment(rows: list[dict]) -> go.Figure:
-    """Return which row's values lie in the words that the rows of a group share. rows: `data.pool_table`."""
-    owner, hover, names = [0] * POOL_WORDS, ["unused"] * POOL_WORDS, {}
-    for i, row in enumerate((row for row in rows if row["excess"]), 1):
-        last = min(row["end"], POOL_WORDS)
-        said = f"row {row['row']}" + ", lost:<br>never read" * row["lost"]
-        for at in range(row["start"], last):
-            owner[at], hover[at] = i, said.replace("<br>", " ")
-        names[said] = LOST if row["lost"] else plots.COLOURS[(i - 1) % len(plots.COLOURS)], row["start"], last
-    colours = [plots.FAINT, *(colour for colour, *_ in names.values())]
-    look = {"xgap": 1, "customdata": [hover], "hovertemplate": "word %{x}: %{customdata}<extra></extra>"}
-    figure = squares(go.Figure(), [owner], colours, **look)
-    for said, (colour, first, last) in names.items():
-        if last - first >= (8 if colour == LOST else 4):  # words: only where it has room
-            say(figure, (first + last - 1) / 2, 0, said, colour=text_on(colour), bgcolor=colour)
-    figure.update_xaxes(title_text="word", range=[-0.5, POOL_WORDS - 0.5], showgrid=False).update_yaxes(visible=False)
-    return finish(figure, f"The {POOL_WORDS} words that {len(rows)} rows share: whose excess lies where", height=70)
