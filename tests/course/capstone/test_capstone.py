@@ -12,7 +12,7 @@ from tests.course.capstone.notebook_kernel import NOTEBOOK, changed, in_the_note
 from twell_lab import records, simulator
 from twell_lab.core import CompileError, InputError, StackError
 from twell_lab.course import capstone, exercises
-from twell_lab.course.capstone import cases, data, figures, gpu
+from twell_lab.course.capstone import cases, data, gpu
 from twell_lab.cuda.launch import run
 from twell_lab.ops.down import down
 
@@ -338,16 +338,13 @@ def test_a_prediction_counts_each_row_for_each_block_and_memory_once(silver):
 
 
 @needs_a_compiler
-def test_predicted_beside_measured_is_drawn_with_times_and_without(silver):
+def test_predicted_stands_beside_measured_with_times_and_without(silver):
     mine, here = capstone.compared(silver, FAST), capstone.compared(capstone.Judged(False, "made up"))
     assert [row["version"] for row in mine] == ["yours", "down_v1", "down_v2", "down_v3"]
     assert mine[0]["measured_us"] == pytest.approx(270) and "yours, now" in mine[0]["where"]
     assert [row["version"] for row in here] == ["down_v1", "down_v2", "down_v3"]
     assert all("recorded on NVIDIA H100" in row["where"] for row in here)
-    for rows in (mine, here):
-        drawn = figures.beside(rows)
-        assert [*drawn.data[0].x] == [row["version"] for row in rows]
-        assert [*drawn.data[1].y] == [row["predicted_us"] for row in rows]
+    assert all(row["predicted_us"] > 0 < row["sectors"] for row in mine + here)
 
 
 # ---- on a GPU, as far as it goes without one ----
