@@ -1,7 +1,6 @@
 """The capstone: a kernel of the reader's own, judged, counted, predicted and timed."""
 
 from .data import (
-    SIGNATURE,
     Judged,
     Predicted,
     Submission,

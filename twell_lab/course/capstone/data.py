@@ -1,7 +1,7 @@
 """A reader's `down` judged: run in the simulator, its faults and mistakes named, its sectors counted against the floor,
 its time predicted, and, where there is a GPU, measured. The notebook, its exercise and `twell-lab submit` share this.
 
-The kernel, and how it is launched: see `SIGNATURE`. Medals: bronze for a right result, silver for sectors within
+The kernel and how it is launched: as notebook 12 hands it out. Medals: bronze for a right result, silver for sectors within
 `SILVER` of the floor, gold for a time within `GOLD` of down_v2's. Where nothing was timed, a time predicted from the
 counts may win "predicted gold", which is no measurement.
 """
@@ -36,9 +36,6 @@ from ..verdicts import not_met
 from . import cases, gpu
 from .cases import COUNTED, D_FF, D_MODEL, NNZ, TIMED
 
-SIGNATURE = """extern "C" __global__ void __launch_bounds__(THREADS)
-down(const word_t* packed, const value_t* gate, const value_t* down_t, value_t* y,
-     int d_model, int columns, int tile, int words)"""
 POINTERS = ("packed", "gate", "down_t", "y")
 SILVER, GOLD = 1.5, 1.25
 BRONZE_MEDAL, SILVER_MEDAL, PREDICTED_MEDAL, GOLD_MEDAL = "bronze", "silver", "predicted gold", "gold"
