@@ -1,7 +1,7 @@
 """A reader's `down` judged: run in the simulator, its faults and mistakes named, its sectors counted against the floor,
 its time predicted, and, where there is a GPU, measured. The notebook, its exercise and `twell-lab submit` share this.
 
-The kernel and how it is launched: as notebook 12 hands it out. Medals: bronze for a right result, silver for sectors within
+Notebook 12 says how the kernel is launched. Medals: bronze for a right result, silver for sectors within
 `SILVER` of the floor, gold for a time within `GOLD` of down_v2's. Where nothing was timed, a time predicted from the
 counts may win "predicted gold", which is no measurement.
 """
