@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...ops import clock as clocks
 from ..notebook import sixteen_bits
-from ..recorded import GRAPH, LOGNORMAL, newest, rows_of, timed_here
+from ..recorded import GRAPH, LOGNORMAL, newest, timed_here
 
 KIND = "training"  # how the records' names begin, too
 TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
@@ -81,6 +81,9 @@ def step_rows(
         if not off < 0.05:
             raise clocks.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
     peaks = {path: peak_bytes(call) for path, call in calls.items()}
-    d_ff, d_model = layer.gate_proj.weight.shape
-    rows = rows_of(clock(calls), KIND, len(inputs[0]), d_model, d_ff, nnz, layer.gate_proj.weight.dtype)
-    return [row | {"peak_bytes": peaks[row["path"]]} for row in rows]
+    (d_ff, d_model), device = layer.gate_proj.weight.shape, torch.cuda.get_device_name()
+    shared = {"kind": KIND, "device": device, "where": f"yours, now, on {device}", "workload": LOGNORMAL, "gated": True}
+    shared |= {"tokens": len(inputs[0]), "d_model": d_model, "d_ff": d_ff, "nnz": nnz}
+    ms = {path: clocks.quartiles(samples)[0] for path, samples in clock(calls).items()}
+    facts = {path: {"x_dense": ms["dense eager"] / each, "peak_bytes": peaks[path]} for path, each in ms.items()}
+    return [shared | {"path": path, "ms": each} | facts[path] for path, each in ms.items()]
