@@ -12,7 +12,6 @@ from twell_lab.course import (
     conversion,
     measure,
     packing,
-    puzzles,
     sweep,
     training,
 )
@@ -53,21 +52,11 @@ DENSITIES = [
 ]
 
 
-def whole_steps() -> list[dict]:
-    rows = steps.compared() + steps.compared(29.2, "trained, L1 0.0001, layer 0")
-    return measured.layers(steps.placed(rows))
-
-
 # name -> (the figure, {name of a trace: its y, or its x where that says more})
 SHOWN = {
     "training steps": (
-        lambda: backward_figures.paths(whole_steps()),
-        {
-            "sparse: a few neurons fire often": [3.0],
-            "sparse: layers of a trained model": [3.0],
-            "torch, dense eager": [6.0, 6.0],
-            "torch, dense compiled": [5.4, 5.4],
-        },
+        lambda: backward_figures.steps(measured.layers(steps.placed(steps.compared()))),
+        {"sparse, beside eager torch": [2.0], "planned, compiled, beside compiled torch": [2.0]},
     ),
     "claims": (
         lambda: clocks.figures.ladder({"claimed": 2000.0, "waits": 30.0, "fair": 0.25}),
@@ -111,8 +100,6 @@ def test_traces_hold_the_numbers_given(name):
 
 NOTHING = {
     "steps": lambda: backward_figures.steps([]),
-    "paths": lambda: backward_figures.paths([]),
-    "models": lambda: backward_figures.models([]),
     "micro-tiles": lambda: choosing_figures.products([]),
     "firing": lambda: choosing_figures.firing(torch.ones(4), None),
     "winners": lambda: choosing_figures.winners([]),
@@ -182,10 +169,3 @@ def test_the_roofline_has_a_point_for_each_kernel_under_the_roof():
     assert [trace.name for trace in points] == [roofline_figures.VERSIONS.get(p["name"], p["name"]) for p in found]
     roof = figure.data[0]
     assert roof.y[-1] == gpu["tensor_tflops"] and roof.y[0] == pytest.approx(0.3 * gpu["bandwidth_gb_s"] / 1e3)
-
-
-@pytest.mark.parametrize("name", puzzles.pictures.PICTURES)
-def test_every_puzzle_has_a_picture_that_fits_a_page(name):
-    figure = puzzles.figures.asked(name)
-    assert figure.layout.title.text.startswith("Asked: ") and figure.layout.height <= 520
-    assert all(len(line) <= 120 for note in figure.layout.annotations for line in note.text.split("<br>"))

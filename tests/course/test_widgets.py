@@ -28,6 +28,7 @@ from twell_lab.course.packing.widget import TileExplorer
 from twell_lab.course.sentence import figures as sentence_figures
 from twell_lab.course.sentence.widget import SentenceExplorer
 from twell_lab.course.sparsity_map.widget import WeightExplorer
+from twell_lab.formats import TwELL
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.simulator.trace import Trace
 from twell_lab.training.sweep import pressed
@@ -62,8 +63,9 @@ def gate(dtype=torch.bfloat16) -> torch.Tensor:
 
 
 def tile_drawn(shown: TileExplorer) -> go.Figure:
-    places = [slider.value for slider in (shown.row, shown.part, shown.tile, shown.words, shown.threshold)]
-    return packing.figures.tile_view(packing.view(shown.gate, *places))
+    row = shown.row.value
+    packed = TwELL.from_gate(shown.gate[row : row + 1], shown.tile.value, shown.words.value)
+    return packing.figures.tile_view(packed, row, shown.part.value)
 
 
 @cache
@@ -134,7 +136,6 @@ WIDGETS = {
             *places(1, 0, slider="part"),
             *places(2, 9, 200, slider="words"),
             *places(64, 512, 32, slider="tile"),
-            *places(0.5, 0.0, slider="threshold"),
         ],
     ),
     "tile of float32": Case(lambda: TileExplorer(gate(torch.float32), words=5), tile_drawn, places(2, slider="row")),
@@ -282,7 +283,7 @@ def test_odd_gates_have_their_tile():
     nothing_finite = TileExplorer(torch.full((2, 40), torch.nan, dtype=torch.bfloat16), tile=32, words=4)
     assert list(nothing_finite.figure.data[0].y) == [3, 3] and list(nothing_finite.figure.data[1].y) == [29, 5]
     silent = TileExplorer(torch.full((1, 40), -1.0, dtype=torch.bfloat16))
-    assert sum(silent.figure.data[0].y) == 0 and silent.threshold.max > 0
+    assert sum(silent.figure.data[0].y) == 0
     trained = gate().requires_grad_()
     assert not TileExplorer(trained).gate.requires_grad and trained.grad is None
 

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 
 def test_the_answers_are_right_and_a_mistake_is_named():
     for answer in in_the_notebook()[1:]:
-        assert gpu.wrong(gpu.Mine(answer, 256, gpu.dtype_here()), 256) is None
+        assert gpu.wrong(gpu.Mine(answer, 256, gpu.dtype_here())) is None
     mistaken = changed(("down_t + (long long)t * tile * d_model + c", "down_t + c"))
-    assert "column within a tile" in gpu.wrong(gpu.Mine(mistaken, 256, gpu.dtype_here()), 256)
+    assert "column within a tile" in gpu.wrong(gpu.Mine(mistaken, 256, gpu.dtype_here()))
 
 
 @pytest.mark.parametrize("answer", in_the_notebook()[1:], ids=["silver", "gold"])

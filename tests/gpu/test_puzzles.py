@@ -18,7 +18,7 @@ def answers() -> dict[str, str]:
     return {name: answer for name, (_, answer) in in_the_notebook().items()}
 
 
-@pytest.mark.parametrize("name", PUZZLES)
+@pytest.mark.parametrize("name", [name for name, puzzle in PUZZLES.items() if puzzle.notebook != "08"])
 def test_the_answer_gives_what_is_wanted(name, answers):
     cases = PUZZLES[name].cases()
     for case, got in zip(cases, on_gpu.results(answers[name], name, cases), strict=True):

@@ -11,7 +11,7 @@ import random
 import tomllib
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -270,18 +270,6 @@ def _energy_saved(answer) -> str:
     return "power times time, by token; it is negative where ours takes more."
 
 
-def _puzzle(name: str) -> Callable:
-    """The check of a CUDA puzzle: of the reader's kernel file."""
-
-    def judged(file) -> str:
-        verdict = judge(name, file)
-        if not verdict.right:
-            raise NotYet(verdict.said)
-        return verdict.said
-
-    return judged
-
-
 CHECKS: dict[str, Callable] = {
     "weights_read": _weights_read,
     "one_token": _one_token,
@@ -310,7 +298,7 @@ CHECKS: dict[str, Callable] = {
     **conversion.CHECKS,
     **own_model.CHECKS,
 }
-CHECKS |= {name: _puzzle(name) for name in PUZZLES}
+CHECKS |= {name: partial(judge, name) for name in PUZZLES}
 
 # What the library has for an exercise already: while the reader's function runs, it refuses to work.
 THEIRS: dict[str, tuple[Callable, ...]] = {

@@ -115,8 +115,7 @@ def ready() -> bool:
         compiler()
     except StackError as missing:
         print(
-            f"No kernel can run here, because {missing}. Until then the reference packs in the kernel's place, "
-            f"and cells that say '{NEEDS.strip('# ')}' are left out."
+            f"No kernel can run here, because {missing}. Until then cells that say '{NEEDS.strip('# ')}' are left out."
         )
         _transform(_left_out, True)
         return False

@@ -9,7 +9,6 @@ import torch
 
 from .. import records
 from ..core import TwellError
-from ..ops import clock
 
 LOGNORMAL = "independent, lognormal"
 GRAPH = " (graph)"
@@ -85,43 +84,12 @@ def sources(rows: list[dict]) -> str:
 
 
 def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
-    """Return what `measure` finds on this machine's GPU; [] without one, and, with a printed reason, if it cannot do
-    it."""
+    """Return the rows that `measure` makes on this machine's GPU, with `where`; [] without one, and, with a printed
+    reason, if it cannot do it."""
     if not torch.cuda.is_available():
         return []
     try:
-        return measure()
+        return [{"where": f"yours, now, on {torch.cuda.get_device_name()}"} | row for row in measure()]
     except (TwellError, RuntimeError) as error:  # too little memory is a RuntimeError
         print(f"Nothing was timed on {torch.cuda.get_device_name()}: {error}")
         return []
-
-
-def rows_of(
-    samples: dict[str, list[float]],
-    kind: str,
-    tokens: int,
-    d_model: int,
-    d_ff: int,
-    nnz: float,
-    dtype: torch.dtype = torch.bfloat16,
-) -> list[dict]:
-    """Rows like a record's from milliseconds measured on this machine's GPU: one for each path, with "dense eager"."""
-    device, (dense, _) = torch.cuda.get_device_name(), clock.quartiles(samples["dense eager"])
-    shared = {
-        "kind": kind,
-        "device": device,
-        "where": f"yours, now, on {device}",
-        "tokens": tokens,
-        "d_model": d_model,
-        "d_ff": d_ff,
-        "gated": True,
-        "nnz": nnz,
-        "workload": LOGNORMAL,
-        "dtype": str(dtype).removeprefix("torch."),
-        "dense_ms": dense,
-    }
-    return [
-        {**shared, "path": path, "ms": ms, "spread": spread, "x_dense": dense / ms}
-        for path, values in samples.items()
-        for ms, spread in [clock.quartiles(values)]
-    ]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,26 +28,20 @@ def _refuse(*_, **__):
     raise NotYet("that is the library's own; write one.")
 
 
-@contextmanager
-def refused(theirs: tuple[Callable, ...]) -> Iterator[None]:
-    """While this lasts, these functions of the library raise NotYet, under whatever name a reader imported them."""
+def by_hand(answer: Callable, theirs: tuple[Callable, ...]) -> Callable:
+    """The reader's function, called while these of the library, which do what it is to do, raise NotYet, under whatever
+    name a reader imported them."""
     functions = [inspect.unwrap(getattr(each, "__func__", each)) for each in theirs]
     bodies = [function.__code__ for function in functions]
-    try:
-        for function in functions:
-            function.__code__ = _refuse.__code__
-        yield
-    finally:
-        for function, body in zip(functions, bodies, strict=True):
-            function.__code__ = body
-
-
-def by_hand(answer: Callable, theirs: tuple[Callable, ...]) -> Callable:
-    """The reader's function, called without these of the library, which do what it is to do."""
 
     def asked(*given, **named):
-        with refused(theirs):
+        try:
+            for function in functions:
+                function.__code__ = _refuse.__code__
             return answer(*given, **named)
+        finally:
+            for function, body in zip(functions, bodies, strict=True):
+                function.__code__ = body
 
     return asked
 

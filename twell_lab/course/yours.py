@@ -3,22 +3,19 @@ stand-in takes its place. Each function also returns a sentence that says which 
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import torch
 
-from .. import core
 from ..core import InputError, TwellError, write_atomically
 from ..models.tiny import LanguageModel
 from . import exercises
 from .notebook import MY_KERNELS as FOLDER
+from .puzzles.data import answer as folded_answer
 from .sweep import checkpoint
 from .verdicts import NotYet
 
 MODEL = FOLDER / "model"
-_ANSWER = re.compile(r"```cuda\n(.*?)```", re.DOTALL)
 
 
 def model(device: str | torch.device = "cpu") -> tuple[LanguageModel, str]:
@@ -38,16 +35,6 @@ def kernel(name: str) -> tuple[Path, str]:
     try:
         exercises.CHECKS[name](str(own))
     except (NotYet, TwellError):
-        write_atomically(answer, _answer(name))
+        write_atomically(answer, folded_answer(name))
         return answer, f"No {name} of yours passes its exercise yet; the course's answer stands in."
     return own, f"Your kernel {name}."
-
-
-def _answer(name: str) -> str:
-    """Return the first folded answer in the notebooks that is a kernel called so."""
-    for path in sorted(core.notebooks_dir().glob("*.ipynb")):
-        cells = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
-        for text in _ANSWER.findall("\n".join(cell for cell in cells if "<details>" in cell)):
-            if re.search(rf"__global__[^{{]*\b{name}\(", text):
-                return text
-    raise KeyError(f"no notebook has an answer called {name!r}")

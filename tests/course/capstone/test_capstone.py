@@ -12,7 +12,7 @@ from tests.course.capstone.notebook_kernel import NOTEBOOK, changed, in_the_note
 from twell_lab import records, simulator
 from twell_lab.core import CompileError, InputError, StackError
 from twell_lab.course import capstone, exercises
-from twell_lab.course.capstone import cases, data, figures, gpu
+from twell_lab.course.capstone import cases, data, gpu
 from twell_lab.cuda.launch import run
 from twell_lab.ops.down import down
 
@@ -338,16 +338,13 @@ def test_a_prediction_counts_each_row_for_each_block_and_memory_once(silver):
 
 
 @needs_a_compiler
-def test_predicted_beside_measured_is_drawn_with_times_and_without(silver):
+def test_predicted_stands_beside_measured_with_times_and_without(silver):
     mine, here = capstone.compared(silver, FAST), capstone.compared(capstone.Judged(False, "made up"))
     assert [row["version"] for row in mine] == ["yours", "down_v1", "down_v2", "down_v3"]
     assert mine[0]["measured_us"] == pytest.approx(270) and "yours, now" in mine[0]["where"]
     assert [row["version"] for row in here] == ["down_v1", "down_v2", "down_v3"]
     assert all("recorded on NVIDIA H100" in row["where"] for row in here)
-    for rows in (mine, here):
-        drawn = figures.beside(rows)
-        assert [*drawn.data[0].x] == [row["version"] for row in rows]
-        assert [*drawn.data[1].y] == [row["predicted_us"] for row in rows]
+    assert all(row["predicted_us"] > 0 < row["sectors"] for row in mine + here)
 
 
 # ---- on a GPU, as far as it goes without one ----
@@ -359,9 +356,9 @@ def test_predicted_beside_measured_is_drawn_with_times_and_without(silver):
 def test_the_answers_compile_for_every_gpu(arch, dtype):
     pytest.importorskip("cupy")
     for text in (*in_the_notebook()[1:], *step_answers().values()):
-        assert gpu.compiled(text, arch, dtype)[:4] == b"\x7fELF"
+        assert gpu.cubin(text, "down", arch, gpu.headers(dtype))[:4] == b"\x7fELF"
     with pytest.raises(CompileError, match="down.cu"):
-        gpu.compiled("int x = ;", arch, dtype)
+        gpu.cubin("int x = ;", "down", arch, gpu.headers(dtype))
 
 
 @needs_a_compiler
@@ -373,14 +370,14 @@ def test_a_submission_is_judged_timed_and_recorded(answer, silver, my_gpu, monke
     assert str(answer.parent) not in json.dumps(row)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "dtype_here", lambda: torch.bfloat16)
-    monkeypatch.setattr(gpu, "Mine", lambda text, threads, dtype: (text, threads))
-    monkeypatch.setattr(gpu, "wrong", lambda mine, threads: None)
+    monkeypatch.setattr(gpu, "Mine", lambda text, threads, dtype: text)
+    monkeypatch.setattr(gpu, "wrong", lambda mine: None)
     monkeypatch.setattr(gpu, "timed", lambda mine: FAST)
     made = capstone.submit(answer)
     assert made.medal == "gold" and made.rows == FAST
     again = records.load(made.record.save(tmp_path))
     assert again.rows[1:] == FAST and again.notes["medal"] == "gold" and again.notes["source"] == answer.read_text()
-    monkeypatch.setattr(gpu, "wrong", lambda mine, threads: "with NaN: y[0][0]")
+    monkeypatch.setattr(gpu, "wrong", lambda mine: "with NaN: y[0][0]")
     made = capstone.submit(answer)
     assert "with NaN: y[0][0]" in made.on_gpu and made.rows == [] and made.medal == "predicted gold"
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))

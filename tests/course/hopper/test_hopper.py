@@ -4,22 +4,15 @@ import pytest
 import torch
 
 from tests.course.recorded_rows import compared, everything, gates, row
-from twell_lab.analysis.planner import plan
-from twell_lab.analysis.profile import profile
+from twell_lab.bench import forward
 from twell_lab.course.hopper import data as hopper
-from twell_lab.ops import clock as clocks
 
 
-def test_what_a_gpu_measures_has_the_form_of_the_record(my_gpu):
-    """Real layers on the CPU, and a clock that makes up its times."""
-    layer, inputs = clocks.workload(4, 32, 512, 8, "lognormal", torch.float32, "cpu")
-    planned = plan(profile(layer, inputs[:1]), layer, tokens=4, batches=inputs[1:2])
-    clock = lambda calls: {name: [4.0, 4.0] if name == "dense eager" else [2.0, 2.0] for name in calls}  # noqa: E731
-    rows = hopper.layer_rows(layer, inputs, planned, 8, clock)
-    assert [each["path"] for each in rows] == ["dense eager", "planned", "forced dense", "forced twell"]
-    assert [each["x_dense"] for each in rows] == [1, 2, 2, 2] and "choice" in rows[1] and "choice" not in rows[2]
-    assert rows[0]["where"] == "yours, now, on My GPU" and (rows[0]["tokens"], rows[0]["d_ff"]) == (4, 512)
-    assert [each.get("fuses") for each in rows] == [None, None, False, None]  # a CPU, as a T4, has no such kernels
+def test_what_a_gpu_measures_are_rows_as_the_record_has_them(my_gpu, monkeypatch):
+    monkeypatch.setattr(forward, "inference_rows", lambda case: [row(nnz=case.nnz, tokens=case.tokens)])
+    monkeypatch.setattr(hopper, "dtype_for", lambda device: torch.float16)
+    rows = hopper.yours((8, 29), tokens=4)
+    assert [(each["nnz"], each["tokens"], each["d_ff"]) for each in rows] == [(8, 4, 5632), (29, 4, 5632)]
 
 
 def test_what_fusing_gives_is_apart_from_what_sparsity_adds():

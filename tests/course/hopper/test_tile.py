@@ -3,17 +3,8 @@
 import pytest
 import torch
 
-from twell_lab import formats, simulator
+from twell_lab import simulator
 from twell_lab.course.hopper import tile
-
-
-def test_the_sizes_are_those_that_the_kernel_needs():
-    size = tile.SIZES
-    threads = 128 * (size.consumers + 1)
-    assert (size.rows, size.columns, size.threads) == (64 * size.consumers, formats.twell.TILE, threads)
-    assert size.stage == 2 * size.depth * (size.rows + size.columns)
-    kept = size.shared - size.stages * size.stage
-    assert (227 * 1024 - kept) // size.stage == size.stages
 
 
 def test_every_sum_has_one_place_and_every_register_one_sum():

@@ -1,11 +1,11 @@
 """What the notebook on packing computes: against the formats themselves, and against counting by hand."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from twell_lab.course.packing import data as packing
+from twell_lab.course.packing.figures import IN_WORDS, SILENT, tile_view
 from twell_lab.formats import TwELL
 
 
@@ -36,9 +36,8 @@ def test_geometries_are_what_packing_gives():
     assert [(row["tile"], row["words"]) for row in table] == [(64, 8), (64, 65), (256, 8), (256, 65), (256, 66)]
     packed = TwELL.from_gate(x, 64, 8)
     row = table[0]
-    assert row["bytes"] == packed.nbytes / 5 and row["tail"] == packed.tail_value.numel() / 5
+    assert row["bytes"] == packed.nbytes / 5
     assert row["overflow"] == len(packed.overflow_rows) / 5
-    assert row["slots_used"] == pytest.approx((packed.nnz - packed.tail_value.numel()) / (5 * 5 * 7))
     assert table[1]["overflow"] == 0  # a slot for every column
 
 
@@ -57,25 +56,18 @@ def test_a_ballot_gives_each_lane_its_place_in_line(bits):
     assert [slots[lane] for lane in range(32) if fires[lane]] == list(range(1, bits.bit_count() + 1))
 
 
-def test_a_view_holds_the_row_as_packed():
+def test_the_tile_is_drawn_as_packed():
     x = gate()
-    view = packing.view(x, row=2, part=4, tile=64, words=5)
     packed = TwELL.from_gate(x[2:3], 64, 5)
-    assert view["counts"] == packed.counts[0].tolist() and view["nnz"] == packed.nnz
-    assert view["width"] == 300 - 4 * 64 == len(view["columns"])
-    assert view["tail_row"] == packed.tail_value.numel() and view["bytes"] == packed.nbytes
-    assert [value for value, _ in view["columns"]] == x[2, 256:].relu().tolist()
-    in_words, in_tail = (
-        [(value, column) for column, (value, sort) in enumerate(view["columns"]) if sort == wanted]
-        for wanted in (packing.IN_WORDS, packing.IN_TAIL)
-    )
-    assert view["entries"] == in_words and view["tail"] == [(value, 256 + column) for value, column in in_tail]
-    assert len(view["tail"]) == view["counts"][4] - 4 > 0 and view["lost"] == 0
-
-
-def test_a_threshold_takes_values_and_says_what_that_costs():
-    x = torch.tensor([[3.0, -1.0, 4.0, torch.nan]], dtype=torch.float32)
-    view = packing.view(x[:, :3], tile=3, words=4, threshold=3.5)
-    assert [sort for _, sort in view["columns"]] == [packing.BELOW, packing.SILENT, packing.IN_WORDS]
-    assert view["lost"] == pytest.approx(3 / 5) and view["nnz"] == 1
-    assert packing.view(x, tile=4, words=4, threshold=9.0)["nnz"] == 1  # NaN is kept, and its norm is no number
+    figure = tile_view(packed, row=2, part=4)
+    in_words, in_tail, columns, words, tail = figure.data
+    assert (sum(in_words.y), sum(in_tail.y)) == (packed.nnz - packed.tail_value.numel(), packed.tail_value.numel())
+    sorts = [sort for line in columns.z for sort in line if sort is not None]
+    kept = (x[2, 256:] > 0).tolist()
+    assert [sort != SILENT for sort in sorts] == kept and sorts.count(IN_WORDS) == 4 < sum(kept)
+    texts = [text for line in words.text for text in line if text]
+    assert texts[0] == f"<b>{sum(kept)}</b>"
+    texts = texts[1:] + [text for line in tail.text for text in line if text]
+    places = [int(text.partition("<br>")[0]) for text in texts]
+    first = [place for place, fires in enumerate(kept) if fires]
+    assert places == first[:4] + [256 + place for place in first[4:]]

@@ -1,6 +1,7 @@
 """Each puzzle's check: the folded answer passes; what is handed out, typical mistakes and shortcuts are told."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,16 +9,26 @@ import torch
 from tests.course.puzzles.notebook_kernels import in_the_notebook, needs_a_compiler
 from twell_lab.core import CompileError, StackError
 from twell_lab.course import exercises, puzzles
+from twell_lab.course.capstone.gpu import cubin
 from twell_lab.course.puzzles import data, gpu
+from twell_lab.course.verdicts import NotYet
 from twell_lab.cuda import compile as compiler
 
 HEAD = "const int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
 
 
-def judged(name: str, text: str, folder: Path) -> puzzles.Verdict:
+class Verdict(NamedTuple):
+    right: bool
+    said: str
+
+
+def judged(name: str, text: str, folder: Path) -> Verdict:
     file = folder / f"{name}.cu"
     file.write_text(text)
-    return puzzles.judge(name, file)
+    try:
+        return Verdict(True, puzzles.judge(name, file))
+    except NotYet as reason:
+        return Verdict(False, str(reason))
 
 
 def with_body(name: str, body: str) -> str:
@@ -190,7 +201,7 @@ WRONG = {
             "if (threadIdx.x) return;\nconst float* row = table + index[blockIdx.x] * width;\n"
             "for (int c = 0; c < width; ++c) out[blockIdx.x * width + c] = row[c];",
         ),
-        "lies in 10 sectors, and the loads of a warp touch 80",
+        "touch 80 sectors, and the values lie in 10",
     ),
     ("pack_words", "count that stops"): (
         lambda: changed("pack_words", ("words[0] = count", "words[0] = count < 7 ? count : 7")),
@@ -633,7 +644,7 @@ def test_the_answer_passes(name, tmp_path):
 
 
 @needs_a_compiler
-@pytest.mark.parametrize("name", puzzles.PUZZLES)
+@pytest.mark.parametrize("name", [name for name in puzzles.PUZZLES if name not in ("tile_counts", "row_counts")])
 def test_what_is_handed_out_does_nothing_yet(name, tmp_path):
     verdict = judged(name, in_the_notebook()[name][0], tmp_path)
     (output, *_) = puzzles.PUZZLES[name].cases()[0].wanted
@@ -725,7 +736,7 @@ def test_cuda_takes_every_answer_and_all_that_is_handed_out():
     except StackError as missing:
         pytest.skip(str(missing))
     for name, texts in in_the_notebook().items():
-        for text in texts:
-            assert name.encode() in gpu.cubin(text, name, "sm_75")
+        for text in texts if puzzles.PUZZLES[name].notebook != "08" else ():
+            assert name.encode() in cubin(text, name, "sm_75")
     with pytest.raises(CompileError, match="identifier"):
-        gpu.cubin("int a = b;", "map", "sm_75")
+        cubin("int a = b;", "map", "sm_75")

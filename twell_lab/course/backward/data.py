@@ -1,5 +1,4 @@
-"""The backward pass of a sparse layer, as notebook 11 computes it: a small layer, memory by tensor, and the least time
-of a training step. Nothing is drawn.
+"""The backward pass of a sparse layer, as notebook 11 computes it: a small layer, and what is kept. Nothing is drawn.
 
 A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T. dy is the gradient of the loss in y, and c * sum |h|
 is added to the loss.
@@ -13,13 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from ...ops import survivors
-from ..roofline.data import VALUE, Rates
-
-# Rows of d_model values that a training step reads for each kept value, by part; seven in all.
-READS = {"u": 1, "y": 1, "dh": 1, "dx": 2, "weight gradients": 2}
-
 
 # ---- a layer small enough to draw ----
 
@@ -70,33 +62,6 @@ def worst(got: Iterable[Tensor], want: Iterable[Tensor]) -> float:
 # ---- memory by tensor ----
 
 
-def dense_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> dict[str, int]:
-    """Bytes that torch's autograd keeps of a gated layer from forward to backward, without the weights.
-
-    value: bytes of one value.
-    """
-    wide = value * tokens * d_ff
-    return {"x": value * tokens * d_model, "relu(gate)": wide, "up": wide, "h": wide}
-
-
-def sparse_saved(tokens: int, d_model: int, d_ff: int, value: int = VALUE) -> dict[str, int]:
-    """Bytes that the sparse path keeps from forward to backward.
-
-    The size of its lists depends on the shape alone, not on how many entries are used. down_t is down transposed, so
-    that what a neuron adds to y is a row of it.
-    """
-    entries = survivors.capacity_for(tokens, d_ff)
-    return {
-        "x": value * tokens * d_model,
-        "down_t": value * d_ff * d_model,
-        "words": 4 * entries,
-        "ups": 4 * entries,
-        "spans": 8 * tokens,
-        "kept": 4 * tokens,
-        "lost": 4 * (tokens + 2),
-    }
-
-
 @contextmanager
 def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
     """A context in which what autograd saves is listed: shape and bytes. Tensors that share memory count once.
@@ -118,26 +83,3 @@ def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield found
     alive.clear()
-
-
-# ---- the least time of a step ----
-
-
-def floors(reached: Rates, nnz: float, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632) -> list[dict]:
-    """The parts of a sparse training step: part, and ms, the least time at these rates.
-
-    The gate is a product on the tensor cores. The others read a row of d_model values from the L2 cache each time that
-    a kept value asks for it, and every array once from memory."""
-    x, weights, row = VALUE * tokens * d_model, VALUE * d_ff * d_model, VALUE * d_model
-    gate = max(2 * tokens * d_model * d_ff / reached.tensor, (x + weights) / reached.memory)
-    found = [{"part": "gate, packed", "ms": 1e3 * gate}]
-    for part, reads in READS.items():
-        memory = x * (part != "u") + 3 * weights * (part == "weight gradients")
-        seconds = max(reads * tokens * nnz * row / reached.l2, memory / reached.memory)
-        found.append({"part": part, "ms": 1e3 * seconds})
-    return found
-
-
-def dense_floor(reached: Rates, tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632) -> float:
-    """Least ms of the dense step: nine products, three forward and six backward, on the tensor cores."""
-    return 1e3 * 9 * 2 * tokens * d_model * d_ff / reached.tensor

@@ -13,21 +13,14 @@ import torch
 from torch import Tensor
 
 from ...ops import clock as clocks
-from ..charts import groups
 from ..notebook import sixteen_bits
-from ..recorded import GRAPH, LOGNORMAL, newest, rows_of, same, timed_here
+from ..recorded import GRAPH, LOGNORMAL, newest, timed_here
 
 KIND = "training"  # how the records' names begin, too
 TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
 SIZE = 2**-6  # of what comes from above: with 1, weights' gradients would pass what float16 holds, on GPUs that need it
 SPARSE = "forced twell"
 WHOLE = "whole step"
-KINDS = {
-    LOGNORMAL: "a few neurons fire often",
-    "independent, uniform": "all fire equally often",
-    "overflow": "rows with a full tile",
-    "trained": "layers of a trained model",
-}  # how a workload's name begins -> what it is called in figures
 
 
 def recorded(device: str = "H100") -> list[dict]:
@@ -42,32 +35,10 @@ def recorded(device: str = "H100") -> list[dict]:
 
 
 def layers(rows: Iterable[dict]) -> list[dict]:
-    """The rows of one gated layer of TOKENS, D_MODEL and D_FF, by nnz, each with `of`, its workload's name in KINDS."""
-    found = []
-    for row in rows:
-        of = next((name for begin, name in KINDS.items() if row["workload"].startswith(begin)), None)
-        sizes = (row["tokens"], row["d_model"], row["d_ff"], row.get("gated", True))
-        if of and sizes == (TOKENS, D_MODEL, D_FF, True):
-            found.append(row | {"of": of})
+    """The rows of one gated layer of TOKENS, D_MODEL and D_FF in which a few neurons fire often, by nnz."""
+    sizes = {"tokens": TOKENS, "d_model": D_MODEL, "d_ff": D_FF, "workload": LOGNORMAL}
+    found = [row for row in rows if sizes.items() <= row.items() and row.get("gated", True)]
     return sorted(found, key=lambda row: row["nnz"])
-
-
-def wholes(rows: Iterable[dict]) -> list[dict]:
-    """For each recorded whole model two rows, `beside` eager and compiled torch: name, x (how many times as fast its
-    planned step is), mib and dense_mib (the most memory of an eager step), where."""
-    found = []
-    whole = [row for row in rows if row["workload"].startswith(WHOLE)]
-    whole.sort(key=lambda row: (-row["parameters"], row["nnz"]))
-    for here in groups(whole, lambda row: (*same(row), row["where"])).values():
-        by_path = {row["path"]: row for row in here}
-        row, peak = by_path["planned"], by_path["dense eager"]["peak_bytes"]
-        name = (
-            f"{row['layers']} layers of {row['d_model']:,} x {row['d_ff']:,}, nnz {row['nnz']:.0f}<br>{row['choice']}"
-        )
-        shared = {"name": name, "where": row["where"], "mib": row["peak_bytes"] / 2**20, "dense_mib": peak / 2**20}
-        for beside, x in (("eager", row["x_dense"]), ("compiled", by_path["planned compiled"]["x_compiled"])):
-            found.append(shared | {"beside": beside, "x": x})
-    return found
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[dict]:
@@ -110,6 +81,9 @@ def step_rows(
         if not off < 0.05:
             raise clocks.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
     peaks = {path: peak_bytes(call) for path, call in calls.items()}
-    d_ff, d_model = layer.gate_proj.weight.shape
-    rows = rows_of(clock(calls), KIND, len(inputs[0]), d_model, d_ff, nnz, layer.gate_proj.weight.dtype)
-    return [row | {"peak_bytes": peaks[row["path"]]} for row in rows]
+    (d_ff, d_model), device = layer.gate_proj.weight.shape, torch.cuda.get_device_name()
+    shared = {"kind": KIND, "device": device, "where": f"yours, now, on {device}", "workload": LOGNORMAL, "gated": True}
+    shared |= {"tokens": len(inputs[0]), "d_model": d_model, "d_ff": d_ff, "nnz": nnz}
+    ms = {path: clocks.quartiles(samples)[0] for path, samples in clock(calls).items()}
+    facts = {path: {"x_dense": ms["dense eager"] / each, "peak_bytes": peaks[path]} for path, each in ms.items()}
+    return [shared | {"path": path, "ms": each} | facts[path] for path, each in ms.items()]

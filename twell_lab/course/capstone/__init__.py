@@ -1,8 +1,6 @@
-"""The capstone: a kernel of the reader's own, judged, counted, predicted and timed. Figures are in `figures`, which
-this does not import: `twell-lab submit` needs none."""
+"""The capstone: a kernel of the reader's own, judged, counted, predicted and timed."""
 
 from .data import (
-    SIGNATURE,
     Judged,
     Predicted,
     Submission,

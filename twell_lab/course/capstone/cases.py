@@ -7,7 +7,6 @@ that overflow, and so are most rows of down_t whose neuron is silent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -186,71 +185,47 @@ def sectors_of(first: int, count: int, size: int = 2) -> int:
 
 # ---- what is right, and what the usual mistakes give ----
 
-Entries = Callable[[Case, int, int], tuple[Tensor, Tensor]]  # (values, columns of the matrix) of a row's tile
-
-
-def _words(of: Case, row: int, t: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-    values, columns = split_words(of.packed[row, t, first:last], of.down_t.dtype)
-    return values, columns + t * TILE
-
-
-def _right(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
-    tile = of.hidden[row, t * TILE : (t + 1) * TILE]
-    columns = (tile != 0).nonzero()[:, 0]
-    return tile[columns], columns + t * TILE
-
-
-def _within(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
-    values, columns = _right(of, row, t)
-    return values, columns - t * TILE
-
-
-def _where(mistaken: Callable[[Case, int, int, int], tuple[Tensor, Tensor]], crowded: bool) -> Entries:
-    """The mistake, which gets the tile's count too, in tiles that overflow, or in those that do not; the others are
-    right."""
-
-    def entries(of: Case, row: int, t: int) -> tuple[Tensor, Tensor]:
-        count = int(of.packed[row, t, 0])
-        return mistaken(of, row, t, count) if (count > SLOTS) == crowded else _right(of, row, t)
-
-    return entries
-
-
-def _twice(of: Case, row: int, t: int, count: int) -> tuple[Tensor, Tensor]:
-    again, right = _words(of, row, t, 1, WORDS), _right(of, row, t)
-    return torch.cat([again[0], right[0]]), torch.cat([again[1], right[1]])
-
-
-_count_read = _where(lambda of, row, t, count: _words(of, row, t, 0, count), crowded=False)
-_past = _where(lambda of, row, t, count: _words(of, row, t, 1, WORDS), crowded=False)
-_cut = _where(lambda of, row, t, count: _words(of, row, t, 1, WORDS), crowded=True)
-_left_out = _where(lambda of, row, t, count: _words(of, row, t, 1, 1), crowded=True)
-_MISTAKES: dict[str, Entries] = {
-    "that is what comes out where the column within a tile is taken as the column of the matrix.": _within,
+MISTAKES = {  # what is said of a kernel that makes it -> its name in `entries`
+    "that is what comes out where the column within a tile is taken as the column of the matrix.": "within",
     "that is what comes out where word 0 of a tile, its count, is read as a value, and the last word is left out.": (
-        _count_read
+        "count read"
     ),
-    "that is what comes out where all words of a tile are read: those past its count hold anything.": _past,
-    f"a tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.": _cut,
-    "a tile that overflows was added from its words and from the gate: the gate alone holds all of its values.": _where(
-        _twice, crowded=True
+    "that is what comes out where all words of a tile are read: those past its count hold anything.": "past",
+    f"a tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.": "cut",
+    "a tile that overflows was added from its words and from the gate: the gate alone holds all of its values.": (
+        "twice"
     ),
-    "the tiles that overflow were left out: their values stand in the gate.": _left_out,
+    "the tiles that overflow were left out: their values stand in the gate.": "left out",
 }
 
 
-def sums(of: Case, entries: Entries = _right) -> tuple[Tensor, Tensor]:
-    """(y in float64, the sum of the magnitudes of its terms) of the values and columns that `entries` gives.
+def entries(of: Case, row: int, t: int, mistake: str = "") -> tuple[Tensor, Tensor]:
+    """(values, columns of the matrix) that are added of a row's tile, by a kernel that makes this mistake, or none."""
+    tile, count = of.hidden[row, t * TILE : (t + 1) * TILE], int(of.packed[row, t, 0])
+    columns = (tile != 0).nonzero()[:, 0]
+    if mistake == "within":
+        return tile[columns], columns
+    spans = {"count read": (0, count), "past": (1, WORDS)}
+    if count > SLOTS:
+        spans = {"cut": (1, WORDS), "left out": (1, 1), "twice": (1, WORDS)}
+    right = tile[columns], columns + t * TILE
+    if mistake not in spans:
+        return right
+    values, columns = split_words(of.packed[row, t, slice(*spans[mistake])], of.down_t.dtype)
+    read = values, columns + t * TILE
+    return (torch.cat([read[0], right[0]]), torch.cat([read[1], right[1]])) if mistake == "twice" else read
 
-    Raises IndexError where they name a column that the matrix does not have."""
+
+def sums(of: Case, mistake: str = "") -> tuple[Tensor, Tensor]:
+    """(y in float64, the sum of the magnitudes of its terms) of what `entries` gives.
+
+    Raises IndexError where that names a column that the matrix does not have."""
     rows, tiles = of.packed.shape[:2]
     y = torch.zeros(rows, of.down_t.shape[1], dtype=torch.float64)
     size = y.clone()
     for row in range(rows):
         for t in range(tiles):
-            values, columns = entries(of, row, t)
-            if len(columns) and int(columns.max()) >= of.columns:
-                raise IndexError(f"column {int(columns.max())}")
+            values, columns = entries(of, row, t, mistake)
             terms = values.double()[:, None] * of.down_t[columns].double()
             y[row] += terms.sum(0)
             size[row] += terms.abs().sum(0)
@@ -283,9 +258,9 @@ def wrong(of: Case, y: Tensor) -> str | None:
 
 
 def _named(of: Case, y: Tensor, exact: Tensor, size: Tensor) -> str:
-    for said, entries in _MISTAKES.items():
+    for said, mistake in MISTAKES.items():
         try:
-            mistaken, terms = sums(of, entries)
+            mistaken, terms = sums(of, mistake)
         except IndexError:
             continue
         if agrees(y, mistaken, terms).all() and 2 * mistaken.isfinite().sum() > mistaken.numel():

@@ -71,24 +71,19 @@ def _down_row(answer) -> str:
     return f"the words of a tile, or the gate where its count says more than {WORDS - 1}."
 
 
-def _step(name: str) -> Callable[[str], str]:
-    """The check of a step on the way to `down`: of the reader's kernel file."""
+def _kernel(name: str) -> Callable[[str], str]:
+    """The check of `down`, or of a step on the way to it: of the reader's kernel file."""
 
-    def judged(file) -> str:
-        found = judge(file, name)
-        if not found.right:
-            raise NotYet(found.said)
-        return found.said
+    def check(file) -> str:
+        judged = judge(file, name)
+        if not judged.right:
+            raise NotYet(judged.said)
+        if name in cases.STEPS:
+            return judged.said
+        won = medal(judged)
+        return f"{won}. {judged.said[0].upper()}{judged.said[1:]} {next_step(won, judged)}"
 
-    return judged
-
-
-def _down(file) -> str:
-    judged = judge(file)
-    if not judged.right:
-        raise NotYet(judged.said)
-    won = medal(judged)
-    return f"{won}. {judged.said[0].upper()}{judged.said[1:]} {next_step(won, judged)}"
+    return check
 
 
 CHECKS: dict[str, Callable[[Callable], str]] = {
@@ -97,5 +92,4 @@ CHECKS: dict[str, Callable[[Callable], str]] = {
     "floor_bytes": _floor_bytes,
     "down_row": _down_row,
     "least_us": _least_us,
-    "down": _down,
-} | {name: _step(name) for name in cases.STEPS}
+} | {name: _kernel(name) for name in ("down", *cases.STEPS)}

@@ -1,7 +1,7 @@
 """A reader's `down` judged: run in the simulator, its faults and mistakes named, its sectors counted against the floor,
 its time predicted, and, where there is a GPU, measured. The notebook, its exercise and `twell-lab submit` share this.
 
-The kernel, and how it is launched: see `SIGNATURE`. Medals: bronze for a right result, silver for sectors within
+Notebook 12 says how the kernel is launched. Medals: bronze for a right result, silver for sectors within
 `SILVER` of the floor, gold for a time within `GOLD` of down_v2's. Where nothing was timed, a time predicted from the
 counts may win "predicted gold", which is no measurement.
 """
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ... import records, simulator
+from ...analysis.costs import Rates
 from ...analysis.predict import rates_of
 from ...core import CompileError, InputError, StackError, TwellError, read_file
 from ...cuda.launch import run
@@ -30,14 +31,11 @@ from ...ops import clock as clocks
 from ...ops.down import down
 from ...simulator import Counts, Fault, faults
 from ...simulator.counts import SECTOR
-from ..recorded import sourced
+from ..recorded import newest
 from ..verdicts import not_met
 from . import cases, gpu
 from .cases import COUNTED, D_FF, D_MODEL, NNZ, TIMED
 
-SIGNATURE = """extern "C" __global__ void __launch_bounds__(THREADS)
-down(const word_t* packed, const value_t* gate, const value_t* down_t, value_t* y,
-     int d_model, int columns, int tile, int words)"""
 POINTERS = ("packed", "gate", "down_t", "y")
 SILVER, GOLD = 1.5, 1.25
 BRONZE_MEDAL, SILVER_MEDAL, PREDICTED_MEDAL, GOLD_MEDAL = "bronze", "silver", "predicted gold", "gold"
@@ -111,7 +109,7 @@ def launcher(
     text = source(file)
     threads = threads_of(text)
     if device == "cuda":
-        return gpu.Mine(text, threads, gpu.dtype_here())
+        return gpu.Mine(text, threads, gpu.dtype_here()).launch
     program = simulator.compile(Path(file).absolute(), {"VALUE_BF16": True})
     watch = None if counted is None else "counts"
 
@@ -212,8 +210,8 @@ def library_counts() -> dict[str, Counts]:
 # ---- predicted, and measured ----
 
 
-def gpu_rates(name: str | None = None):
-    """The rates (analysis.predict.Rates) of a GPU, by default of the one here; of USUAL_GPU where there is none, or
+def gpu_rates(name: str | None = None) -> Rates:
+    """The rates of a GPU, by default of the one here; of USUAL_GPU where there is none, or
     where it is not in data/gpus.json."""
     if name is None:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else USUAL_GPU
@@ -249,61 +247,47 @@ def predicted(counts: Counts, device: str | None = None) -> Predicted:
     touched = grown.footprints.values()
     l2_bytes = SECTOR * (sum(at.block_read_sectors for at in touched) + grown.global_writes.sectors)
     often = clocks.firing_rates(D_FF, NNZ).numpy()
-    simulated = _as_simulated(rates)
-    bounds = simulator.predicted_time(grown, simulated, {weights: often})
-    memory_bytes = round(bounds.bounds["device memory"] * simulated.memory_bytes_per_s)
+    here = simulated(rates)
+    bounds = simulator.predicted_time(grown, here, {weights: often})
+    memory_bytes = round(bounds.bounds["device memory"] * here.memory_bytes_per_s)
     return Predicted(rates.device, l2_bytes, memory_bytes, 1e6 * bounds.seconds, bounds.limit)
 
 
-def _as_simulated(rates) -> simulator.Gpu:
+def simulated(rates: Rates) -> simulator.Gpu:
     """A GPU for `simulator.predicted_time`. Of one that is not USUAL_GPU, multiprocessors and clock are asked of torch;
     where it does not know them, the L1 cache bounds nothing."""
     if rates.device == USUAL_GPU:
         return simulator.H100
     properties = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     count, kilohertz = getattr(properties, "multi_processor_count", 0), getattr(properties, "clock_rate", 0)
-    clock = 1e3 * kilohertz if count and kilohertz else math.inf
-    return simulator.Gpu(
-        rates.device,
-        count or 1,
-        clock,
-        rates.bandwidth,
-        rates.l2,
-        "analysis.predict.rates_of",
-        kept_bytes=rates.cache * CACHE_USED,
-    )
+    clock, kept = 1e3 * kilohertz if count and kilohertz else math.inf, rates.cache * CACHE_USED
+    return simulator.Gpu(rates.device, count or 1, clock, rates.bandwidth, rates.l2, "its datasheet, scaled", kept)
 
 
 def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
     """Predicted and measured microseconds of the reader's kernel and of the library's: {version, sectors, floor,
     predicted_us, gpu, measured_us, where}. Without rows of `timed_here`, the library's times are recorded ones, and
-    predicted is for the GPU that they were recorded on."""
+    predicted is for the GPU that they were recorded on, an H100 as USUAL_GPU."""
     counts = ({gpu.YOURS: judged.counts} if judged.counts else {}) | library_counts()
-    shown = {row["path"]: row for row in rows or _recorded()}
-    device = next((row["device"] for row in shown.values()), None)
+    size = {"kind": "kernel", "tokens": TIMED, "d_model": D_MODEL, "d_ff": D_FF}
+    rows = rows or newest("", "H100", lambda row: row.get("path") in counts and size.items() <= row.items())
+    shown = {row["path"]: row for row in rows}
+    device = next((row["device"] for row in rows), None)
     found = []
     for version, each in counts.items():
         guess, row = predicted(each, device), shown.get(version)
-        measured = {
-            "measured_us": row and 1e3 * row["ms"],
-            "where": row and row.get("where", f"yours, now, on {device}"),
-        }
-        sectors = {"sectors": each.global_reads.sectors, "floor": judged.floor or floor()}
-        found.append({"version": version, "predicted_us": guess.us, "gpu": guess.gpu} | sectors | measured)
+        found.append(
+            {
+                "version": version,
+                "sectors": each.global_reads.sectors,
+                "floor": judged.floor or floor(),
+                "predicted_us": guess.us,
+                "gpu": guess.gpu,
+                "measured_us": row and 1e3 * row["ms"],
+                "where": row and row.get("where", f"yours, now, on {device}"),
+            }
+        )
     return found
-
-
-def _recorded() -> list[dict]:
-    """The newest recorded rows of the library's versions at this size, one each, with `where`."""
-    names = {f"down_v{version}" for version in gpu.VERSIONS}
-    wanted = {"kind": "kernel", "tokens": TIMED, "d_model": D_MODEL, "d_ff": D_FF}
-    found: dict[str, dict] = {}
-    for record in records.load_all():  # oldest first
-        for row in sourced(record):
-            right = row.get("path") in names and wanted.items() <= row.items()
-            if right and "H100" in row["device"]:  # as USUAL_GPU, for which is predicted where no GPU is
-                found[row["path"]] = row
-    return list(found.values())
 
 
 def timed_here(file: str | Path, judged: Judged) -> tuple[str, list[dict]]:
@@ -315,9 +299,8 @@ def timed_here(file: str | Path, judged: Judged) -> tuple[str, list[dict]]:
         return "Not run on the GPU: the simulator's verdict comes first.", []
     here, text = torch.cuda.get_device_name(), source(file)
     try:
-        threads = threads_of(text)
-        mine = gpu.Mine(text, threads, gpu.dtype_here())
-        if found := gpu.wrong(mine, threads):
+        mine = gpu.Mine(text, threads_of(text), gpu.dtype_here())
+        if found := gpu.wrong(mine):
             return f"The simulator finds nothing wrong, but on {here}, {found}", []
         rows = gpu.timed(mine)
     except CompileError as error:

@@ -52,63 +52,64 @@ def cubin(text: str, name: str, arch: str, flags: Iterable[str] = ()) -> bytes:
         nvrtc.destroyProgram(program)
 
 
-def module_of(image: bytes):
-    """Return CuPy's module of a cubin. CuPy keeps one for each path that it was given, whatever stands there later, so
-    the file is named by what it holds."""
-    import cupy
-
-    path = core.private_folder() / f"{sha256(image).hexdigest()}.cubin"
-    path.write_bytes(image)
-    return cupy.RawModule(path=str(path))
-
-
-def compiled(text: str, arch: str, dtype: torch.dtype = torch.bfloat16) -> bytes:
-    """The cubin of a source that includes twell.cuh alone, for an architecture such as "sm_75".
-
-    Raises StackError without NVRTC or CUDA's headers, CompileError with NVRTC's messages for a source that it refuses.
-    """
+def headers(dtype: torch.dtype) -> tuple[str, ...]:
+    """NVRTC's flags for a source that includes twell.cuh. Raises StackError without NVRTC or CUDA's headers."""
     compiler.compiler()
     from cuda.pathfinder import find_nvidia_header_directory
 
-    headers = find_nvidia_header_directory("cudart")
-    if not headers:
+    found = find_nvidia_header_directory("cudart")
+    if not found:
         raise StackError(f"CUDA's headers were not found beside NVRTC; {compiler.NEEDS_NVRTC}")
-    flags = (f"-D{VALUE[dtype]}", f"-I{core.kernels_dir()}", f"-I{headers}")
-    return cubin(text, "down", arch, flags)
+    return f"-D{VALUE[dtype]}", f"-I{core.kernels_dir()}", f"-I{found}"
 
 
-class Mine:
-    """A reader's kernel, ready to be launched on the current GPU.
+class Kernel:
+    """A kernel of a reader's, ready to be launched on the current GPU. flags: as of `cubin`.
 
     Raises StackError without CuPy or with one that does not match torch, DeviceError for a GPU that is too old,
-    CompileError as `compiled` does."""
+    CompileError as `cubin` does."""
 
-    def __init__(self, text: str, threads: int, dtype: torch.dtype) -> None:
+    def __init__(self, text: str, name: str, flags: Iterable[str] = ()) -> None:
         core.check_stack()
         core.let_cupy_start()
-        image = compiled(text, compiler.architecture(torch.cuda.get_device_capability()), dtype)
-        import cupy  # `compiled` has found it
+        image = cubin(text, name, compiler.architecture(torch.cuda.get_device_capability()), flags)
+        import cupy  # `cubin` has found it
 
-        self.cupy, self.threads = cupy, threads
+        # CuPy keeps a module for each path that it was given, whatever stands there later: the name says what it holds.
+        path = core.private_folder() / f"{sha256(image).hexdigest()}.cubin"
+        path.write_bytes(image)
+        self.cupy = cupy
         with cupy.cuda.Device(torch.cuda.current_device()):
-            module = module_of(image)
-            self.function = module.get_function("down")
+            module = cupy.RawModule(path=str(path))
+            self.function = module.get_function(name)
         _KEPT.append(module)
 
-    def __call__(self, packed: Tensor, gate: Tensor, down_t: Tensor, y: Tensor) -> Tensor:
-        """Launch it on torch's current stream; returns y."""
-        pointers = [np.uint64(t.data_ptr()) for t in (packed, gate, down_t, y)]
-        sizes = [np.int32(n) for n in (down_t.shape[1], gate.shape[1], TILE, WORDS)]
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], given: Iterable[Tensor | int]) -> None:
+        """Launch it on torch's current stream."""
+        values = [np.uint64(each.data_ptr()) if isinstance(each, Tensor) else np.int32(each) for each in given]
         stream = self.cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
         with self.cupy.cuda.Device(torch.cuda.current_device()), stream:
-            self.function((len(packed),), (self.threads,), (*pointers, *sizes))
+            self.function(grid, block, tuple(values))
+
+
+class Mine(Kernel):
+    """A reader's `down`."""
+
+    def __init__(self, text: str, threads: int, dtype: torch.dtype) -> None:
+        super().__init__(text, "down", headers(dtype))
+        self.threads = threads
+
+    def launch(self, packed: Tensor, gate: Tensor, down_t: Tensor, y: Tensor) -> Tensor:
+        """Launch it, and return y."""
+        given = packed, gate, down_t, y, down_t.shape[1], gate.shape[1], TILE, WORDS
+        self((len(packed),), (self.threads,), given)
         return y
 
 
-def wrong(mine: Mine, threads: int) -> str | None:
+def wrong(mine: Mine) -> str | None:
     """Return what is wrong with it on the inputs of `cases.small`, in words; None if nothing is."""
-    for of in cases.small(threads, dtype_here()):
-        y = mine(*(t.cuda() for t in (of.packed, of.gate, of.down_t, of.y())))
+    for of in cases.small(mine.threads, dtype_here()):
+        y = mine.launch(*(t.cuda() for t in (of.packed, of.gate, of.down_t, of.y())))
         if found := cases.wrong(of, y.cpu()):
             return f"with {of.said}: {found}"
     return None
@@ -125,18 +126,16 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     packs = [run(pack, gate, TILE, WORDS) for gate in gates]
     y, none = torch.empty(tokens, D_MODEL, dtype=dtype, device="cuda"), (None, None, None)
 
-    def yours(turn: int) -> Tensor:
-        i = turn % len(packs)
-        return mine(packs[i], gates[i], down_t, y)
+    pairs = list(zip(packs, gates))
 
-    def library(version: int):
-        def call(turn: int) -> Tensor:
-            i = turn % len(packs)
-            return run(down, packs[i], gates[i], none, down_t, None, D_FF, TILE, version)
+    def given(turn: int) -> tuple[Tensor, Tensor]:
+        return pairs[turn % len(pairs)]
 
-        return call
-
-    calls = {YOURS: yours} | {f"down_v{version}": library(version) for version in VERSIONS}
+    calls = {YOURS: lambda turn: mine.launch(*given(turn), down_t, y)}
+    for version in VERSIONS:
+        calls[f"down_v{version}"] = lambda turn, version=version: run(
+            down, *given(turn), none, down_t, None, D_FF, TILE, version
+        )
     crowded = (packs[0][..., 0] > SLOTS).any(1).nonzero()[:, 0]
     rows = torch.cat([crowded[: CHECKED // 2], torch.linspace(0, tokens - 1, CHECKED, device="cuda").long()])
     hidden = gates[0][rows].double().relu()

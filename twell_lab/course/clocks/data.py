@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -116,14 +116,11 @@ def disturbed(device: str):
     def work() -> None:
         side = 4096 if device == "cuda" else 512
         a = torch.ones(side, side, device=device)
-        if device != "cuda":
+        with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
             while not over.is_set():
                 a @ a
-            return
-        with torch.cuda.stream(torch.cuda.Stream()):
-            while not over.is_set():
-                a @ a
-                torch.cuda.current_stream().synchronize()
+                if device == "cuda":
+                    torch.cuda.current_stream().synchronize()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -226,21 +223,14 @@ def verdict(
     claimed: tuple[float, float] | None = None,
     rounds: int = 15,
 ) -> dict[str, tuple[bool, str]]:
-    """Judge a benchmark of a sparse layer against a dense one.
+    """Judge a benchmark of a sparse layer against a dense one: what was asked -> (whether it holds, what was found).
 
-    Args:
-        sparse, dense: from an input like x to the output, as they were timed.
-        x: the input, [tokens, inputs]; its device and dtype are those that both should run on.
-        exact: from an input in float64 to the output in float64.
-        claimed: the milliseconds of dense and sparse that somebody published for this machine, if they did.
-        rounds: calls of each that are timed.
+    right: the result, on random values. sparse: the products that ran are not the dense ones. same terms: the dtype and
+    device of both. waited: the claimed times are not those of calls that had only been launched. clear: the difference
+    is more than the spread, and is what was claimed.
 
-    Returns:
-        What was asked -> (whether it holds, what was found). right: the result, on random values. sparse: the products
-        that ran are not the dense ones. same terms: the dtype and device of both. waited: the claimed times are not
-        those of calls that had only been launched. clear: the difference is more than the spread, and is what was
-        claimed.
-    """
+    sparse, dense: from an input like x, [tokens, inputs], to the output, as they were timed. exact: the same in
+    float64. claimed: the milliseconds of dense and sparse that somebody published for this machine."""
     fresh = torch.randn(x.shape, device=x.device).to(x.dtype)
     sparse, dense = torch.no_grad()(sparse), torch.no_grad()(dense)  # in the queue's thread as well
     y, like, want = sparse(fresh), dense(fresh), exact(fresh.double())

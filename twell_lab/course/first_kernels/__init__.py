@@ -1,16 +1,4 @@
 """Notebook 08: kernels stepped through, counted, compared with recorded times, and broken, in the simulator."""
 
 from . import figures
-from .data import (
-    Layer,
-    against_time,
-    altered,
-    fault_of,
-    gate,
-    gpu_here,
-    on_the_gpu,
-    pack,
-    recorded,
-    same_words,
-    yours,
-)
+from .data import Layer, against_time, fault_of, gate, recorded, yours

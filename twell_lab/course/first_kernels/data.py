@@ -6,58 +6,22 @@ Nothing is drawn. The kernels run in `twell_lab.simulator`, or on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ... import core
-from ...analysis.predict import rates_of
 from ...bench import forward
-from ...core import DeviceError, InputError, StackError
 from ...cuda.launch import run
-from ...formats.twell import TILE, WORDS, TwELL
-from ...layers.paths.cost import CACHE_USED
+from ...formats.twell import TILE, TwELL
 from ...ops import clock as clocks
 from ...ops.gated import gated
-from ...ops.pack import pack as packed_by
-from ...simulator import Counts, Fault, available, predicted_time
-from ...simulator.counts import H100, Gpu
+from ...simulator import Counts, Fault, predicted_time
 from ..notebook import sixteen_bits
 from ..recorded import newest, timed_here
 
 NO_TAIL = (None, None, None)
 D_FF, NNZ = 5632, 29  # of the workloads that are timed
-
-
-def pack(gate: Tensor, version: int) -> tuple[Tensor, str]:
-    """(packed words, what packed them): kernel pack_v`version` in the simulator where that runs, else the reference.
-
-    gate: [rows, d_ff] on the CPU.
-    """
-    if not available():
-        return TwELL.from_gate(gate).packed, "the reference"
-    return run(packed_by, gate, TILE, WORDS, version), f"pack_v{version}, in the simulator"
-
-
-def same_words(words: Tensor, gate: Tensor) -> bool:
-    """Return whether packed words equal those of TwELL.from_gate(gate), except for words that are never written."""
-    want = TwELL.from_gate(gate.cpu())
-    used = torch.arange(want.words) <= want.counts[..., None]
-    words = words.cpu()
-    return words.shape == want.packed.shape and torch.equal(words[used], want.packed[used])
-
-
-def on_the_gpu(gate: Tensor) -> str:
-    """One sentence: which pack kernels give the reference's words on this machine's GPU."""
-    gate = gate.to("cuda", sixteen_bits("cuda"))
-    try:
-        words = {f"v{version}": run(packed_by, gate, TILE, WORDS, version) for version in (1, 2, 3, 4)}
-    except (DeviceError, StackError) as error:
-        return f"The GPU here runs none of them: {error}"
-    right = [name for name, packed in words.items() if same_words(packed, gate)]
-    return f"On {torch.cuda.get_device_name()} these versions make the same words: {', '.join(right) or 'none'}."
 
 
 # ---- workloads: the same on every machine ----
@@ -111,23 +75,6 @@ class Layer:
         return float((y.double() - exact).norm() / exact.norm())
 
 
-# ---- sources ----
-
-
-def altered(file: str, old: str, new: str, to: str | Path, which: int = 1) -> Path:
-    """The path of a copy, at `to`, of a file of kernels/ in which the `which`-th occurrence of `old` is `new`.
-
-    Line numbers stay the same. Raises InputError if `old` does not occur so often.
-    """
-    pieces = (core.kernels_dir() / file).read_text(encoding="utf-8").split(old)
-    if not 1 <= which < len(pieces):
-        raise InputError(f"which is {which!r}; {old!r} occurs {len(pieces) - 1} times in {file}")
-    new += "\n" * (old.count("\n") - new.count("\n"))
-    to = Path(to)
-    to.write_text(old.join(pieces[:which]) + new + old.join(pieces[which:]), encoding="utf-8")
-    return to
-
-
 def fault_of(call: Callable[[], object]) -> Fault | None:
     """Return what the simulator finds wrong with a launch, or None."""
     try:
@@ -150,35 +97,17 @@ def recorded(tokens: int, device: str = "H100") -> dict[str, dict]:
 def yours(tokens: int = 16384) -> dict[str, dict]:
     """kernel -> its row, measured now on this machine's GPU; {} where there is none that can do it."""
     rows = timed_here(lambda: forward.kernel_versions(tokens, dtype=sixteen_bits("cuda")))
-    return {row["path"]: row | {"where": f"yours, now, on {row['device']}"} for row in rows}
-
-
-def gpu_here() -> Gpu | None:
-    """Return what a prediction needs to know of this machine's GPU: its rates from data/gpus.json, scaled by what an
-    H100 reaches of its own. None without a GPU, and for one that is not in there."""
-    if not torch.cuda.is_available():
-        return None
-    found = torch.cuda.get_device_properties(0)
-    try:
-        rates = rates_of(found.name)
-    except InputError:
-        return None
-    clock = 1e3 * getattr(found, "clock_rate", 0) or H100.clock_hz  # older versions of torch do not say it
-    kept = rates.cache * CACHE_USED
-    return Gpu(found.name, found.multi_processor_count, clock, rates.bandwidth, rates.l2, "its datasheet, scaled", kept)
+    return {row["path"]: row for row in rows}
 
 
 def against_time(
-    counts: Mapping[str, Counts],
-    times: Mapping[str, dict],
-    own: Mapping[str, dict] | None = None,
-    gpu: Gpu | None = None,
+    counts: Mapping[str, Counts], times: Mapping[str, dict], own: Mapping[str, dict] | None = None
 ) -> list[dict]:
     """Predicted and measured times, a row for each kernel: version; predicted_ms, by what bounds it; measured_ms, its
-    `ratio` to the longest of these, and where; the reader's yours_ms, yours (what to call it) and yours_predicted_ms.
+    `ratio` to the longest of these, and where; the reader's yours_ms, and yours (what to call it).
 
     counts: kernel -> its counts, scaled to the size that was timed. times: `recorded`, on an H100, for which the
-    prediction is; own: `yours`, and gpu: `gpu_here`, for which there is a prediction of its own."""
+    prediction is; own: `yours`."""
     often, rows = clocks.firing_rates(D_FF, NNZ).numpy(), []
     for version, count in counts.items():
         read = {name: often for name in ("up", "down_t") if name in count.footprints}  # as neurons of a `Layer` fire
@@ -186,9 +115,6 @@ def against_time(
         time, mine = times.get(version, {}), (own or {}).get(version, {})
         ms = time.get("ms")
         row = {"version": version, "predicted_ms": bounds, "measured_ms": ms, "where": time.get("where", "")}
-        row["ratio"] = ms and ms / max(bounds.values())
-        row |= {"yours_ms": mine.get("ms"), "yours": mine.get("where", ""), "yours_predicted_ms": None}
-        if gpu and mine:
-            row["yours_predicted_ms"] = 1e3 * predicted_time(count, gpu, read).seconds
+        row |= {"ratio": ms and ms / max(bounds.values()), "yours_ms": mine.get("ms"), "yours": mine.get("where", "")}
         rows.append(row)
     return rows

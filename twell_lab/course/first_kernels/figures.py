@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
@@ -18,7 +19,6 @@ from plotly.subplots import make_subplots
 from ... import plots
 from ...core import InputError
 from ...plots import decode
-from ...simulator.counts import SECTOR, Counts
 from ...simulator.symbols import Line
 from ...simulator.trace import Step, Trace
 from ..charts import bars, finish, lines
@@ -37,6 +37,9 @@ SHARED_BY_MANY = "#BDBDBD"
 _HALVES = [end * lane / 15 + start for start, end in ((0, 0.46), (0.77, 0.23)) for lane in range(16)]
 LANE_COLOURS = sample_colorscale("Cividis", _HALVES)
 KIND_OF = {"read": "read", "written": "write", "updated": "atomic"}
+TOUCHED = "number: the thread; ×n: n of them; all: the whole block; framed: written or updated"
+STEPPED = "blue: read, orange: written; strong: in this step, pale: before; framed: written so far"
+Text = Callable[[int, object], str]  # of an element and its value: what stands in its cell
 
 
 def who_touches_what(
@@ -55,53 +58,43 @@ def who_touches_what(
     chosen = trace.steps if steps is None else [trace[index] for index in steps]
     most = cells or (CELLS if per_cell == 1 else 2 * CELLS)
     panels = [
-        _Panel.of_touches(trace, name, way, touches, per_cell, most)
-        for name in _names(trace, arrays)
+        _touched(trace, name, way, touches, per_cell, most)
+        for name in (_names(trace) if arrays is None else arrays)
         for way in KIND_OF
-        if (touches := _touches(chosen, name, way, per_cell))
+        if trace.touching(name) and (touches := _touches(chosen, name, way, per_cell))
     ]
     if not panels:
         raise InputError("no array was touched in these steps; steps that read or write are accepted")
-    colours = dict.fromkeys(colour for panel in panels for line in panel.colours for colour in line if colour)
     title = f"Who touches what, in a block of {math.prod(trace.block_shape)} threads"
     if steps is not None and len(chosen) == 1:
         title = f"One step: {_escaped(chosen[0].describe())}"
-    key = "number: the thread; ×n: n of them; all: the whole block; framed: written or updated"
-    return _titled(_stacked(panels, colours), f"{title}<br><sup>{key}</sup>")
+    colours = dict.fromkeys(cell.colour for panel in panels for cell in panel.cells)
+    return _stacked(panels, colours, f"{title}<br><sup>{TOUCHED}</sup>", 84)
 
 
-def step_view(
-    trace: Trace,
-    step: int,
-    *,
-    page: int = CELLS,
-    text: Mapping[str, Callable[[int, object], str]] | None = None,
-    only: Mapping[str, Callable[[object], bool]] | None = None,
-) -> go.Figure:
+def step_view(trace: Trace, step: int, *, page: int = CELLS, text: Mapping[str, Text] | None = None) -> go.Figure:
     """The arrays after one step: what the lanes touch now in strong colours, what was touched before in pale ones.
 
     Blue is read, orange is written, and a frame marks elements that have been written; the place of a fault is red.
     Above the arrays: each lane of the warp, whether it takes part, its value and the watched expressions.
 
     page: how many elements of an array are drawn; the page that was touched last is shown. text: array -> a function of
-    (element, value) that gives the text of a cell, such as `packed_text`. only: array -> a function of a value that
-    says whether its cell has a text (every cell has a hover text): texts are most of what a browser draws anew at each
-    move."""
-    figure = _titled(_stacked(_step_panels(trace, step, page, text or {}, only or {}), STEP_COLOURS), "", 102)
-    move_step_view(figure, trace, step, page=page, text=text, only=only)
-    return figure
+    (element, value) that gives the text of a cell, such as `packed_text`. Texts are most of what a browser draws anew
+    at each move; what a cell without one holds is its hover text."""
+    panels = _step_panels(trace, step, page, text or {})
+    return _stacked(panels, STEP_COLOURS, _step_title(trace, trace[step], text or {}), 102)
 
 
-def move_step_view(figure: go.Figure, trace: Trace, step: int, page: int = CELLS, text=None, only=None) -> None:
+def move_step_view(figure: go.Figure, trace: Trace, step: int, page: int = CELLS, text=None) -> None:
     """Show another step in a figure that `step_view` made with the same options (a FigureWidget of it too).
 
     Its size and places are the same at every step, so only what stands in the cells is set: a tenth of the work of
     drawing it anew."""
-    _fill(figure, _step_panels(trace, step, page, text or {}, only or {}), STEP_COLOURS)
+    _fill(figure, _step_panels(trace, step, page, text or {}), STEP_COLOURS)
     figure.layout.title.text = _step_title(trace, trace[step], text or {})
 
 
-def packed_text(words: int, dtype: str = "bfloat16") -> Callable[[int, object], str]:
+def packed_text(words: int, dtype: str = "bfloat16") -> Text:
     """The text of a cell for step_view, for a packed array of `words` words a tile: column above value."""
 
     def shown(element: int, word) -> str:
@@ -113,250 +106,187 @@ def packed_text(words: int, dtype: str = "bfloat16") -> Callable[[int, object], 
     return shown
 
 
-def sectors_figure(counts: Mapping[str, Counts]) -> go.Figure:
-    """Bytes that the lanes asked for, and bytes of the sectors that they touched. counts: version -> Counts.
-
-    Not every sector comes from memory: one that is touched again soon is still in the L1 cache."""
-    titles = ["read from global memory", "written to global memory"]
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.1, subplot_titles=titles)
-    names = {"asked": "bytes the lanes ask for", "moved": f"bytes in the {SECTOR}-byte sectors touched"}
-    looks = {names["asked"]: {"colour": plots.SKY}, names["moved"]: {"colour": plots.BLUE, "pattern": {"shape": "/"}}}
-    for column, sort in ((1, "global_reads"), (2, "global_writes")):
-        each = {version: getattr(count, sort) for version, count in counts.items()}
-        rows = [{"version": v, "asked": t.bytes, "moved": SECTOR * t.sectors} for v, t in each.items()]
-        most = max(max(row["asked"], row["moved"]) for row in rows)
-        unit, per = next(((u, p) for u, p in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if most >= p), ("bytes", 1.0))
-        for key, name in names.items():
-            size = lambda row, key=key, per=per: row[key] / per
-            more = lambda row: f"<br>×{row['moved'] / row['asked']:.3g}" if row["asked"] else ""
-            shown = lambda row, key=key, size=size: f"{size(row):.3g}" + (more(row) if key == "moved" else "")
-            said = lambda row, size=size, name=name, unit=unit: f"{row['version']}: {size(row):,.4g} {unit}, {name}"
-            place = {"looks": looks, "row": 1, "col": column}
-            bars(figure, rows, "version", size, lambda row, name=name: name, hover=said, text=shown, **place)
-        figure.update_yaxes(title_text=unit, range=[0, 1.22 * max(most, 1) / per], row=1, col=column)
-    figure = finish(figure, "What was asked for, and the sectors touched", height=270)
-    return figure.update_annotations(font_size=13)
-
-
 def predicted_against_measured(rows: list[dict]) -> go.Figure:
     """The time that each part of the GPU would need by itself, beside the time that was measured.
 
-    rows: of data.against_time. The reader's own times are points, and the bars then say that they are an H100's."""
-    own = [row for row in rows if row["yours_ms"] is not None]
-    bounds = [*dict.fromkeys(bound for row in rows for bound in row["predicted_ms"])]
-    name = {bound: f"{'predicted for an H100' if own else 'predicted'}: {bound}" for bound in bounds}
-    shapes = zip(name.values(), ((plots.SKY, "/"), (plots.ORANGE, "x"), (plots.GREEN, "."), (plots.PURPLE, "-")))
-    looks = {name: {"colour": colour, "pattern": {"shape": shape}} for name, (colour, shape) in shapes}
-    shown = []
-    for row in rows:
-        most = max(row["predicted_ms"].values())
-        for bound, ms in row["predicted_ms"].items():
-            shown.append({"version": row["version"], "ms": ms, "of": name[bound], "limit": ms == most})
-    shown += [row | {"ms": row["measured_ms"], "of": "measured", "limit": False} for row in rows if row["measured_ms"]]
-    short = lambda row: f"{row['ms']:.2g}" if row["ms"] < 0.1 else f"{row['ms']:.3g}"
-    text, said = (
-        lambda row: f"<b>{short(row)}</b>" if row["limit"] else short(row),
-        lambda row: f"{row['of']}: {row['ms']:.4f} ms",
-    )
-    looks["measured"] = {"colour": plots.INK}
+    rows: of data.against_time. The reader's own times are points."""
+    parts = [(row["version"], bound, ms) for row in rows for bound, ms in row["predicted_ms"].items()]
+    shown = [{"version": version, "of": f"predicted for an H100: {bound}", "ms": ms} for version, bound, ms in parts]
+    shown += [row | {"of": "measured", "ms": row["measured_ms"]} for row in rows if row["measured_ms"]]
+    own = [row | {"of": row["yours"], "ms": row["yours_ms"]} for row in rows if row["yours_ms"] is not None]
+    text = lambda row: f"{row['ms']:.2g}" if row["ms"] < 0.1 else f"{row['ms']:.3g}"
+    said = lambda row: f"{row['of']}: {row['ms']:.4f} ms"
+    patterns = zip(dict.fromkeys(row["of"] for row in shown), ("/", "x", ".", "-"))
+    looks = {name: {"pattern": {"shape": shape}} for name, shape in patterns} | {"measured": {"colour": plots.INK}}
     figure = bars(go.Figure(), shown, "version", "ms", "of", hover=said, text=text, looks=looks)
-    for key, called, symbol in (
-        ("yours_predicted_ms", "predicted for your GPU", "diamond-open"),
-        ("yours_ms", own[0]["yours"] if own else "", "diamond"),
-    ):
-        points = [row | {"ms": row[key], "of": called} for row in own if row[key] is not None]
-        look = {called: {"colour": plots.RED, "symbol": symbol, "size": 12}}
-        lines(figure, points, "version", "ms", "of", hover=said, looks=look, mode="markers")
-        shown += points
+    lines(figure, own, "version", "ms", "of", hover=said, mode="markers")
     recorded = [row for row in rows if row["measured_ms"]]
-    figure = finish(figure, "Predicted from counts (bold: the limit), and measured", recorded, 270, y="ms")
-    return figure.update_yaxes(range=[0, 1.12 * max(row["ms"] for row in shown)])
+    figure = finish(figure, "Predicted from counts (the longest is the limit), and measured", recorded, 270, y="ms")
+    return figure.update_yaxes(range=[0, 1.12 * max(row["ms"] for row in shown + own)])
 
 
 # ---- panels of cells ----
 
 
-class _Panel:
-    """One array as lines of cells. A cell has a colour, a text, a hover text and perhaps a frame."""
-
-    def __init__(self, caption: str, lines: int, across: int, height: int, font: int = 10) -> None:
-        self.caption, self.height, self.font = caption, height, font
-        self.colours = [[None] * across for _ in range(lines)]
-        self.texts, self.hover = ([[""] * across for _ in range(lines)] for _ in range(2))
-        self.width = max(ACROSS, across)  # in cells: those of a shorter line keep their size
-        self.framed = [[False] * across for _ in range(lines)]
-        self.labels = [""] * lines
-
-    def put(self, place: int, colour: str | None, text: str, hover: str, framed: bool = False) -> None:
-        line, column = divmod(place, len(self.colours[0]))
-        self.colours[line][column], self.texts[line][column], self.hover[line][column] = colour, text, hover
-        self.framed[line][column] = framed
-
-    @classmethod
-    def of_touches(cls, trace: Trace, name: str, way: str, touches: dict, size: int, most: int) -> _Panel:
-        array = trace.arrays[name]
-        across = _across(array) if size == 1 else ACROSS_WIDE
-        start = min(touches) // across * across
-        total, end = -(-math.prod(array.shape) // size), max(touches) + 1
-        shown = min(most, total - start, max(1, -(-(end - start) // across)) * across)
-        what = f"<b>{name}</b>, {_kind(array)}: {way} by thread"
-        if size > 1:
-            what += f"; {size} elements ({size * array.itemsize} bytes) a cell, {len(touches)} cells touched"
-        if start + shown < end:
-            what += f"; the first {shown} of {end - start:,} cells"
-        panel = cls(what, -(-shown // across), across, 24 if size == 1 else 19)
-        panel.width = ACROSS if size == 1 else ACROSS_WIDE
-        panel.labels = [_coordinates(array, (start + line * across) * size) for line in range(len(panel.labels))]
-        everyone = math.prod(trace.block_shape)
-        for place in range(shown):
-            more = f" and {size - 1} more" if size > 1 else ""
-            where = f"{name}[{_coordinates(array, (start + place) * size)}]{more}"
-            if start + place not in touches:
-                panel.put(place, UNTOUCHED, "", f"{where}: not {way}")
-                continue
-            who, line, value = touches[start + place]
-            said = f"{where}: {way} by thread {_spelled(who)}<br>{_source(line)}<br>value {value}"
-            text = "all" if len(who) == everyone > 1 else _numbers(who)
-            panel.put(place, _colour(who), text, said, framed=way != "read")
-        return panel
-
-    @classmethod
-    def of_lanes(cls, trace: Trace, index: int, text: Mapping[str, Callable]) -> _Panel:
-        step, watched = trace[index], trace.at(index).watched
-        names = [*dict.fromkeys(watch.name for watch in trace.watches)]
-        does = {"read": "reads", "write": "writes", "atomic": "leaves", "warp": "gets", "watch": "is"}
-        caption = f"the lanes of warp {step.warp}; strong: take part in this step"
-        panel = cls(caption, 2 + len(names), ACROSS, 28 if text else 22, 9 if text else 10)
-        panel.labels = ["lane", does.get(step.kind, ""), *map(_escaped, names)]
-        values = step.values if step.kind != "barrier" else [None] * len(step.threads)
-        now = dict(zip(step.threads, values, strict=True))
-        shows = dict(zip(step.threads, step.elements, strict=True)) if step.array in text and step.count == 1 else {}
-        for lane in range(min(ACROSS, math.prod(trace.block_shape) - ACROSS * step.warp)):
-            thread = ACROSS * step.warp + lane
-            part, value = thread in now, now.get(thread)
-            panel.put(lane, _now(step) if part else UNTOUCHED, f"{lane}", f"thread {thread}" + " takes part" * part)
-            said = f"thread {thread}: {'nothing' if value is None else _long(value)}"
-            shown = text[step.array](shows[thread], value) if thread in shows else _short(value)
-            panel.put(ACROSS + lane, UNTOUCHED, shown, said)
-            for row, name in enumerate(names, 2):
-                last = watched.get(name, {}).get(thread)
-                said = f"{_escaped(name)} in thread {thread}: {'not yet seen' if last is None else _long(last)}"
-                panel.put(row * ACROSS + lane, UNTOUCHED, _short(last), said)
-        return panel
-
-    @classmethod
-    def of_state(
-        cls, trace: Trace, index: int, name: str, size: int, text: Callable | None, only: Callable | None
-    ) -> _Panel:
-        array, step, total, across = trace.arrays[name], trace[index], trace.size(name), _across(trace.arrays[name])
-        start, shown = _page(trace, index, name, size, across)
-        here = range(start, min(start + shown, total))
-        values, last = trace.at(index).part(name, start, len(here)), trace.at(index).last(name, start, len(here))
-        output = all(each.kind == "write" for each in trace.touching(name))  # its cells stay empty until then
-        caption = f"<b>{name}</b>, {_kind(array)}"
-        if shown < total:
-            caption += f": elements {here[0]:,} to {here[-1]:,} of {total:,}"
-        panel = cls(caption, -(-shown // across), across, 32 if text else 22, 9)
-        now = set(step.covered) if step.array == name else set()
-        if step.kind == "fault" and trace.fault.array == name:
-            now = {trace.fault.element}
-        for line in range(-(-len(here) // across)):
-            panel.labels[line] = _coordinates(array, start + line * across)
-        for place, element in enumerate(here):
-            value, known, when = values.data[place].item(), not values.mask[place], last.step[place]
-            empty = not known or (output and when < 0) or not (only is None or only(value))
-            shows = "" if empty else text(element, value) if text else _short(value)
-            colour, past = UNTOUCHED, "not touched yet"
-            if when >= 0:
-                colour = PALE_WRITTEN if last.wrote[place] else PALE_READ
-                past = f"{'written' if last.wrote[place] else 'read'} by thread {last.thread[place]} in step {when}"
-            said = f"{name}[{_coordinates(array, element)}] = {_long(value) if known else 'never written'}<br>{past}"
-            framed = bool(last.written[place])
-            panel.put(place, _now(step) if element in now else colour, shows, said, framed)
-        return panel
+class _Cell(NamedTuple):
+    colour: str
+    text: str
+    hover: str
+    framed: bool = False
 
 
-def _step_panels(trace: Trace, step: int, page: int, text: Mapping, only: Mapping) -> list[_Panel]:
+class _Panel(NamedTuple):
+    """An array as lines of `across` cells. labels: what stands left of each line. height: of a line, in pixels."""
+
+    caption: str
+    cells: list[_Cell]
+    across: int
+    labels: list[str]
+    height: int
+    font: int = 10
+    width: int = ACROSS  # in cells: those of a shorter line keep their size
+
+
+def _touched(trace: Trace, name: str, way: str, touches: dict, size: int, most: int) -> _Panel:
+    array, everyone = trace.arrays[name], math.prod(trace.block_shape)
+    across = _across(array) if size == 1 else ACROSS_WIDE
+    start, end = min(touches) // across * across, max(touches) + 1
+    shown = min(most, -(-math.prod(array.shape) // size) - start, -(-(end - start) // across) * across)
+    caption, more = f"<b>{name}</b>, {_kind(array)}: {way} by thread", ""
+    if size > 1:
+        caption += f"; {size} elements ({size * array.itemsize} bytes) a cell, {len(touches)} cells touched"
+        more = f" and {size - 1} more"
+    if start + shown < end:
+        caption += f"; the first {shown} of {end - start:,} cells"
+    cells = []
+    for place in range(start, start + shown):
+        where = f"{name}[{_coordinates(array, place * size)}]{more}"
+        if place not in touches:
+            cells.append(_Cell(UNTOUCHED, "", f"{where}: not {way}"))
+            continue
+        who, line, value = touches[place]
+        threads = f"{min(who)}" if len(who) == 1 else f"{min(who)} to {max(who)}, {len(who)} of them"
+        said = f"{where}: {way} by thread {threads}<br>{_source(line)}<br>value {value}"
+        text = "all" if len(who) == everyone > 1 else _numbers(who, 3 if size == 1 else 5)
+        cells.append(_Cell(_colour(who), text, said, framed=way != "read"))
+    labels = [_coordinates(array, first * size) for first in range(start, start + shown, across)]
+    if size > 1:
+        return _Panel(caption, cells, across, labels, 19, width=ACROSS_WIDE)
+    return _Panel(caption, cells, across, labels, 24)
+
+
+def _lanes(trace: Trace, index: int, text: Mapping[str, Text]) -> _Panel:
+    step, watched = trace[index], trace.at(index).watched
+    names = [*dict.fromkeys(watch.name for watch in trace.watches)]
+    does = {"read": "reads", "write": "writes", "atomic": "leaves", "warp": "gets", "watch": "is"}
+    now = dict(zip(step.threads, step.values if step.kind != "barrier" else [None] * len(step.threads), strict=True))
+    shows = dict(zip(step.threads, step.elements, strict=True)) if step.array in text and step.count == 1 else {}
+    first = ACROSS * step.warp
+    threads = range(first, min(first + ACROSS, math.prod(trace.block_shape)))
+    gaps = [_Cell(UNTOUCHED, "", "")] * (ACROSS - len(threads))
+    cells = [
+        _Cell(_now(step) if thread in now else UNTOUCHED, f"{thread - first}", f"thread {thread}") for thread in threads
+    ]
+    cells += gaps
+    for thread in threads:
+        value = now.get(thread)
+        shown = text[step.array](shows[thread], value) if thread in shows else _short(value)
+        cells.append(_Cell(UNTOUCHED, shown, f"thread {thread}: {'nothing' if value is None else _long(value)}"))
+    cells += gaps
+    for name in names:
+        for thread in threads:
+            last = watched.get(name, {}).get(thread)
+            said = f"{_escaped(name)} in thread {thread}: {'not yet seen' if last is None else _long(last)}"
+            cells.append(_Cell(UNTOUCHED, _short(last), said))
+        cells += gaps
+    caption = f"the lanes of warp {step.warp}; strong: take part in this step"
+    labels = ["lane", does.get(step.kind, ""), *map(_escaped, names)]
+    return _Panel(caption, cells, ACROSS, labels, 28 if text else 22, 9 if text else 10)
+
+
+def _state(trace: Trace, index: int, name: str, size: int, text: Text | None) -> _Panel:
+    array, step, total, across = trace.arrays[name], trace[index], trace.size(name), _across(trace.arrays[name])
+    start, shown = _page(trace, index, name, size, across)
+    here = range(start, min(start + shown, total))
+    values, last = trace.at(index).part(name, start, len(here)), trace.at(index).last(name, start, len(here))
+    output = all(each.kind == "write" for each in trace.touching(name))  # its cells stay empty until then
+    now = set(step.covered) if step.array == name else set()
+    if step.kind == "fault" and trace.fault.array == name:
+        now = {trace.fault.element}
+    cells = []
+    for place, element in enumerate(here):
+        value, known, when = values.data[place].item(), not values.mask[place], last.step[place]
+        empty = not known or (output and when < 0)
+        shows = "" if empty else text(element, value) if text else _short(value)
+        colour, past = UNTOUCHED, "not touched yet"
+        if when >= 0:
+            colour = PALE_WRITTEN if last.wrote[place] else PALE_READ
+            past = f"{'written' if last.wrote[place] else 'read'} by thread {last.thread[place]} in step {when}"
+        said = f"{name}[{_coordinates(array, element)}] = {_long(value) if known else 'never written'}<br>{past}"
+        cells.append(_Cell(_now(step) if element in now else colour, shows, said, bool(last.written[place])))
+    caption = f"<b>{name}</b>, {_kind(array)}"
+    if shown < total:
+        caption += f": elements {here[0]:,} to {here[-1]:,} of {total:,}"
+    labels = [_coordinates(array, first) for first in here[::across]]
+    labels += [""] * (-(-shown // across) - len(labels))
+    return _Panel(caption, cells, across, labels, 32 if text else 22, 9)
+
+
+def _step_panels(trace: Trace, step: int, page: int, text: Mapping[str, Text]) -> list[_Panel]:
     if not 0 <= step < len(trace):
         raise InputError(f"step is {step!r}; this trace has steps 0 to {len(trace) - 1}")
-    names = _names(trace, None)
-    states = [_Panel.of_state(trace, step, name, page, text.get(name), only.get(name)) for name in names]
-    return [_Panel.of_lanes(trace, step, text), *states]
+    return [_lanes(trace, step, text), *(_state(trace, step, name, page, text.get(name)) for name in _names(trace))]
 
 
-def _stacked(panels: list[_Panel], colours: Iterable[str]) -> go.Figure:
-    """The panels below each other. colours: all that they have."""
-    heights = [panel.height * len(panel.colours) for panel in panels]
-    gap = 40
+def _stacked(panels: list[_Panel], colours: Iterable[str], title: str, above: int) -> go.Figure:
+    """The panels below each other. colours: all that they have. above: the pixels of the title."""
+    heights, gap = [panel.height * len(panel.labels) for panel in panels], 40
     whole = sum(heights) + gap * (len(panels) - 1)
-    figure = make_subplots(
-        rows=len(panels),
-        cols=1,
-        row_heights=heights,
-        vertical_spacing=gap / whole if len(panels) > 1 else 0,
-        subplot_titles=[panel.caption for panel in panels],
-    )
+    spacing = gap / whole if len(panels) > 1 else 0
+    captions = [panel.caption for panel in panels]
+    figure = make_subplots(len(panels), 1, row_heights=heights, vertical_spacing=spacing, subplot_titles=captions)
     for row, panel in enumerate(panels, 1):
         frames(figure, [], row)
-        squares(
-            figure,
-            [],
-            colours,
-            xgap=5,
-            ygap=5,
-            texttemplate="%{text}",
-            textfont={"size": panel.font},
-            hovertemplate="%{customdata}<extra></extra>",
-            row=row,
-            col=1,
-        )
-        figure.update_xaxes(visible=False, range=[-0.5, panel.width - 0.5], row=row, col=1)
-        figure.update_yaxes(
-            tickvals=list(range(len(panel.labels))),
-            showgrid=False,
-            zeroline=False,
-            tickfont={"size": 10},
-            range=[len(panel.labels) - 0.5, -0.5],
-            row=row,
-            col=1,
-        )
+        look = {"texttemplate": "%{text}", "textfont": {"size": panel.font}, "xgap": 5, "ygap": 5}
+        squares(figure, [], colours, hovertemplate="%{customdata}<extra></extra>", row=row, col=1, **look)
+        figure.update_xaxes(range=[-0.5, panel.width - 0.5], row=row, col=1)
+        lines = len(panel.labels)
+        figure.update_yaxes(tickvals=[*range(lines)], range=[lines - 0.5, -0.5], row=row, col=1)
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(showgrid=False, zeroline=False, tickfont={"size": 10})
     figure.update_annotations(font_size=13, x=0, xanchor="left")
     _fill(figure, panels, colours)
-    return plots.styled(figure, "", height=whole + 16)
+    height = whole + above + 16
+    place = {"y": 1 - 28 / height, "yref": "container", "yanchor": "top"}
+    return plots.styled(figure, title, height).update_layout(
+        margin={"t": above, "b": 16, "l": 80, "r": 16}, title=place
+    )
 
 
 def _fill(figure: go.Figure, panels: list[_Panel], colours: Iterable[str]) -> None:
     """Set what stands in the cells, beside them and above them. What is as it was is not sent to a FigureWidget."""
-    number = {colour: i for i, colour in enumerate(colours)} | {None: None}
+    number = {colour: i for i, colour in enumerate(colours)}
     for row, panel in enumerate(panels):
-        frame, cells = figure.data[2 * row : 2 * row + 2]
-        frame.z = [[1 if framed else None for framed in line] for line in panel.framed]
-        frame.visible = any(map(any, panel.framed))  # the browser paints no picture of none
-        cells.z = [[number[colour] for colour in line] for line in panel.colours]
-        cells.text, cells.customdata = panel.texts, panel.hover
+        gaps = len(panel.labels) * panel.across - len(panel.cells)
+        cells = [(1 if cell.framed else None, number[cell.colour], cell.text, cell.hover) for cell in panel.cells]
+        cells += [(None, None, "", "")] * gaps
+        lines = [
+            [list(column[i : i + panel.across]) for i in range(0, len(column), panel.across)] for column in zip(*cells)
+        ]
+        frame, shown = figure.data[2 * row : 2 * row + 2]
+        frame.z, shown.z, shown.text, shown.customdata = lines
+        frame.visible = any(cell.framed for cell in panel.cells)  # the browser paints no picture of none
         figure.layout[f"yaxis{row + 1 if row else ''}"].ticktext = panel.labels
         figure.layout.annotations[row].text = panel.caption
-
-
-def _titled(figure: go.Figure, title: str, above: int = 84) -> go.Figure:
-    height = figure.layout.height + above
-    return figure.update_layout(
-        height=height,
-        margin={"t": above, "b": 16, "l": 80, "r": 16},
-        title={"text": title, "y": 1 - 28 / height, "yref": "container", "yanchor": "top"},
-    )
 
 
 # ---- parts ----
 
 
-def _names(trace: Trace, arrays: Iterable[str] | None) -> list[str]:
-    """The arrays to draw: those named, or all that were touched, in the order of their first touch."""
-    if arrays is None:
-        return sorted(
-            (name for name in trace.arrays if trace.touching(name)), key=lambda name: trace.touching(name)[0].index
-        )
-    return [name for name in arrays if trace.touching(name) is not None]
+def _names(trace: Trace) -> list[str]:
+    """The arrays that were touched, in the order of their first touch."""
+    touched = {name: touching[0].index for name in trace.arrays if (touching := trace.touching(name))}
+    return sorted(touched, key=touched.__getitem__)
 
 
 def _touches(steps: Iterable[Step], name: str, way: str, size: int) -> dict[int, tuple]:
@@ -389,7 +319,7 @@ def _page(trace: Trace, index: int, name: str, size: int, across: int) -> tuple[
     return int(places[here].min()) // size * size, size
 
 
-def _step_title(trace: Trace, step: Step, text: Mapping[str, Callable]) -> str:
+def _step_title(trace: Trace, step: Step, text: Mapping[str, Text]) -> str:
     if step.kind == "fault":
         both = [f"thread {trace.fault.thread}: {_source(step.line)}"]
         if trace.fault.other_line:
@@ -406,8 +336,7 @@ def _step_title(trace: Trace, step: Step, text: Mapping[str, Callable]) -> str:
     said = f"step {step.index} of {len(trace) - 1}: warp {step.warp}, {_escaped(said)}"
     if len(step.path) > 1:
         said += f", called from {step.path[0].file}:{step.path[0].number}"
-    legend = "blue: read, orange: written; strong: in this step, pale: before; framed: written so far"
-    return f"{source}<br><sup>{said}<br>{legend}</sup>"
+    return f"{source}<br><sup>{said}<br>{STEPPED}</sup>"
 
 
 def _source(line: Line | None) -> str:
@@ -426,23 +355,13 @@ def _colour(who: set[int]) -> str:
     return LANE_COLOURS[(least + most) // 2 % 32]
 
 
-def _numbers(who: set[int]) -> str:
-    """{3} -> "3", {0, .., 15} -> "0–15", others "×n"."""
+def _numbers(who: set[int], room: int) -> str:
+    """{3} -> "3"; {0, .., 15} -> "0–15" where so many characters fit; others "×n"."""
     least, most = min(who), max(who)
     if len(who) == 1:
         return f"{least}"
-    return f"{least}–{most}" if most - least + 1 == len(who) < 32 else f"×{len(who)}"
-
-
-def _spelled(who: set[int]) -> str:
-    """The threads in words: how many, and the first and the last."""
-    *few, most = sorted(who)
-    if not few:
-        return f"{most}"
-    if len(who) > 2 and most - few[0] + 1 == len(who):
-        return f"{few[0]} to {most}"
-    several = f"{few[0]} to {most}, {len(who)} of them"
-    return f"{', '.join(map(str, few))} and {most}" if len(who) <= 4 else several
+    span = f"{least}–{most}"
+    return span if most - least + 1 == len(who) < 32 and len(span) <= room else f"×{len(who)}"
 
 
 def _across(array) -> int:

@@ -6,17 +6,11 @@ Rows are those of the "inference" record (twell_lab.bench.forward), each with `w
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-import torch
-from torch import Tensor
-
-from ...ops import clock as clocks
-from ...ops import dispatch
 from ...ops.clock import dtype_for
 from ..charts import groups
-from ..recorded import GRAPH, LOGNORMAL, newest, rows_of, select, timed_here
+from ..recorded import GRAPH, LOGNORMAL, newest, select, timed_here
 from ..roofline.data import floors, peaks, work
 
 NAME = "inference"  # how the names of the records begin
@@ -35,60 +29,14 @@ def recorded(device: str = "H100") -> list[dict]:
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dict]:
-    """Rows as in the record, checked and then timed on this machine's GPU in its own 16-bit type: torch's dense layer,
-    the planned one, and each path that a plan may take, forced.
+    """Rows as in the record, checked and then timed on this machine's GPU in its own 16-bit type.
 
     [] without a GPU, and, with a printed reason, if the GPU cannot do it.
     """
-    from ...analysis import costs, planner
-    from ...analysis.profile import profile
+    from ...bench import forward
 
-    def rows(nnz: float) -> list[dict]:
-        dtype = dtype_for("cuda")
-        layer, seen = clocks.workload(tokens, D_MODEL, D_FF, nnz, "lognormal", dtype, "cuda")
-        inputs = [torch.randn_like(x) for x in seen]  # others than those that are planned on
-        for x in inputs:
-            x[:, 0] = seen[0][0, 0]
-        rates = costs.measure_rates("cuda", dtype)
-        plan = planner.plan(profile(layer, seen[:1]), layer, tokens=(tokens,), batches=seen[1:], rates=rates)
-        return layer_rows(layer, inputs, plan, nnz)
-
-    return timed_here(lambda: [row for nnz in nnzs for row in rows(nnz)])
-
-
-def layer_rows(layer, inputs: list[Tensor], plan, nnz: float, clock: Callable = clocks.time_cuda) -> list[dict]:
-    """One gated layer, as torch computes it, planned, and on the dense and the TwELL path, checked and then timed: rows
-    as in the record.
-
-    inputs: [tokens, d_model] each. clock: takes calls by name and gives the milliseconds of each, as
-    ops.clock.time_cuda does. The row of the dense path says by `fuses` whether this GPU has the kernels for it.
-    """
-    from ...bench.rows import check
-    from ...layers.choice import Choice, LayerPlan
-    from ...layers.sparse_ffn import SparseFFN
-    from ...models.swap import sparsify
-
-    tokens, (d_ff, d_model) = len(inputs[0]), layer.gate_proj.weight.shape
-    choice = plan.layers[0].choice(tokens)
-
-    def forced(path: str) -> SparseFFN:
-        only = LayerPlan.forced(plan.layers[0], Choice(path))
-        return SparseFFN.from_module(copy.deepcopy(layer), plan=only)
-
-    calls = {
-        TORCH: layer,
-        PLANNED: sparsify(copy.deepcopy(layer), plan),
-        FUSED: forced("dense"),
-        TWELL: forced("twell"),
-    }
-    for name, call in calls.items():
-        if name != TORCH:
-            check(layer, call, inputs)
-    samples = clock({name: lambda turn, call=call: call(inputs[turn % len(inputs)]) for name, call in calls.items()})
-    rows = rows_of(samples, NAME, tokens, d_model, d_ff, nnz)
-    dtype = str(layer.gate_proj.weight.dtype).removeprefix("torch.")
-    more = {PLANNED: {"choice": str(choice)}, FUSED: {"fuses": dispatch.fuses(layer.gate_proj.weight)}}
-    return [row | {"dtype": dtype} | more.get(row["path"], {}) for row in rows]
+    case = lambda nnz: forward.Case(tokens, nnz, d_model=D_MODEL, d_ff=D_FF, dtype=dtype_for("cuda"))
+    return timed_here(lambda: [row for nnz in nnzs for row in forward.inference_rows(case(nnz))])
 
 
 # ---- parts, by nnz, and by the number of tokens ----
@@ -102,16 +50,13 @@ def by_nnz(rows: list[dict], tokens: int = 16384) -> list[dict]:
 
 def parts(rows: list[dict]) -> list[dict]:
     """By mean nnz: ms of torch's dense layer, of the fused dense layer and of the planned one, as torch, fused and
-    planned; choice; where; fuses, False where the dense path of the reader's GPU fuses nothing."""
-    found = []
+    planned; choice; where."""
+    found, names = [], {"torch": TORCH, "fused": FUSED, "planned": PLANNED}
     for here in groups(by_nnz(rows), lambda row: (row["nnz"], row["where"])).values():
         by_path = {row["path"]: row for row in here}
-        if {TORCH, FUSED, PLANNED} <= by_path.keys():
-            ms = {
-                name: by_path[path]["ms"] for name, path in (("torch", TORCH), ("fused", FUSED), ("planned", PLANNED))
-            }
-            said = {key: by_path[PLANNED].get(key) for key in ("nnz", "choice", "where")}
-            found.append(said | ms | {"fuses": by_path[FUSED].get("fuses", True)})
+        if {*names.values()} <= by_path.keys():
+            ms = {name: by_path[path]["ms"] for name, path in names.items()}
+            found.append({key: by_path[PLANNED].get(key) for key in ("nnz", "choice", "where")} | ms)
     return found
 
 

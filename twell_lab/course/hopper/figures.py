@@ -1,14 +1,18 @@
-"""Plots of notebook 09, each a function of rows and numbers; in the style of `plots`."""
+"""Figures of notebook 09, each a function of rows and numbers; in the style of `plots`.
+
+Colour is never the only sign."""
 
 from __future__ import annotations
 
 import math
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from ... import plots
 from ..charts import bars, finish, groups, lines
-from ..drawing import say
+from ..drawing import say, squares
+from . import tile
 from .data import FEW, FUSED, PLANNED, TORCH, TWELL, by_nnz, estimate
 
 NAMES = {
@@ -32,7 +36,6 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
     """Milliseconds of torch's dense layer, of the fused one and of the planned one, by mean nnz, with each step's
     factor. found: `data.parts` of the record; own: of `data.yours`, drawn as circles."""
     figure, places = go.Figure(), [f"{row['nnz']:.0f}" for row in found]
-    unfused = "" if all(row["fuses"] for row in own) else ", which this GPU does not fuse"
     for key, before, path, gives in (
         ("torch", "torch", TORCH, ""),
         ("fused", "torch", FUSED, ", and what fusing gives"),
@@ -45,7 +48,7 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
         gain = lambda row, key=key, before=before: f"{row[before] / row[key]:.2f}x" if key != before else ""
         more = {"hover": said, "text": gain, "looks": {name + gives: look}, "constraintext": "none"}
         bars(figure, found, lambda row: f"{row['nnz']:.0f}", key, lambda row, name=name + gives: name, **more)
-        mine = f"{name}{unfused * (path == FUSED)}: yours, now"
+        mine = f"{name}: yours, now"
         near = lambda row: min(places, key=lambda place: abs(float(place) - row["nnz"]))
         more = {"hover": said, "looks": {mine: look | {"symbol": "circle", "size": 11}}, "mode": "markers"}
         lines(figure, own, near, key, lambda row, mine=mine: mine, **more)
@@ -85,34 +88,19 @@ def loss_map(cells: list[dict]) -> go.Figure:
         columns = _columns(here)
         z, text, hover = ([[empty] * len(columns) for _ in order] for empty in (None, "", ""))
         for cell in here:
-            line = order.index(cell["path"])
-            place = next(i for i, (low, high) in enumerate(columns) if low <= cell["nnz"] <= high)
+            line, (place, _) = order.index(cell["path"]), min(columns, key=lambda at: abs(at[1] - cell["nnz"]))
             z[line][place], text[line][place] = max(-1.0, min(1.0, math.log2(cell["x"]))), f"{cell['x']:.2f}"
             takes = f", takes {cell['choice']}" if cell["choice"] else ""
             hover[line][place] = f"{NAMES[cell['path']]}, nnz {cell['nnz']:.0f}: {cell['x']:.2f}x{takes}"
-        figure.add_heatmap(
-            z=z,
-            text=text,
-            hovertext=hover,
-            texttemplate="%{text}",
-            textfont={"size": 10, "color": plots.INK},
-            xgap=2,
-            ygap=2,
-            showscale=False,
-            showlegend=False,
-            x0=first,
-            dx=1,
-            y=[NAMES[path] for path in order],
-            zmin=-1,
-            zmax=1,
-            colorscale=[[0, "#EE9A66"], [0.45, "#F9E2D2"], [0.5, "#FFFFFF"], [0.55, "#D5E6F2"], [1, "#5FA8D3"]],
-            hoverinfo="text",
-            hoverongaps=False,
-        )
+        figure.add_heatmap(x0=first, dx=1, y=[NAMES[path] for path in order], z=z, text=text, hovertext=hover)
         say(figure, first + (len(columns) - 1) / 2, 1, f"{count:,}", yref="paper", yanchor="bottom")
-        places += [first + i for i in range(len(columns))]
-        labels += [f"{(low + high) / 2:.0f}" for low, high in columns]
+        places += [first + place for place, _ in columns]
+        labels += [f"{nnz:.0f}" for _, nnz in columns]
         first += len(columns) + 0.4
+    colours = [[0, "#EE9A66"], [0.45, "#F9E2D2"], [0.5, "#FFFFFF"], [0.55, "#D5E6F2"], [1, "#5FA8D3"]]
+    figure.update_traces(zmin=-1, zmax=1, colorscale=colours, showscale=False, showlegend=False, hoverongaps=False)
+    figure.update_traces(texttemplate="%{text}", textfont={"size": 10, "color": plots.INK}, hoverinfo="text")
+    figure.update_traces(xgap=2, ygap=2)
     say(figure, 0, 1, "tokens", "right", xref="paper", xshift=-6, yref="paper", yanchor="bottom")
     title = "Times as fast as torch's dense layer, by the GPU's clock: blue wins, orange loses"
     told = f"up to {FEW} tokens replayed from a CUDA graph; the README counts plain calls"
@@ -122,12 +110,49 @@ def loss_map(cells: list[dict]) -> go.Figure:
     return figure.update_layout(margin_l=120).update_annotations(font_size=11)
 
 
-def _columns(cells: list[dict]) -> list[tuple[float, float]]:
-    """The (lowest, highest) nnz of each workload of these cells: a drawn one only comes near the mean asked for."""
-    columns: list[tuple[float, float]] = []
+def _columns(cells: list[dict]) -> list[tuple[int, float]]:
+    """The (number, nnz) of each workload of these cells: a drawn one only comes near the mean asked for."""
+    nnzs: list[float] = []
     for nnz in sorted(cell["nnz"] for cell in cells):
-        if columns and nnz <= 1.15 * columns[-1][0]:
-            columns[-1] = (columns[-1][0], nnz)
-        else:
-            columns.append((nnz, nnz))
-    return columns
+        if not nnzs or nnz > 1.15 * nnzs[-1]:
+            nnzs.append(nnz)
+    return [*enumerate(nnzs)]
+
+
+# ---- drawings ----
+
+
+def pipeline() -> go.Figure:
+    """Who works when in a model of the pipeline (`tile.schedule`): tiles packed at their end, and beside the next."""
+    titles = ["v1, v2: a tile is packed when it is done", "v3: it is packed in pieces beside the next tile's products"]
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.2, subplot_titles=titles)
+    stages = (plots.SKY, "#F3D58F", "#9BD8C4", "#E9C3D6")
+    for row, beside in enumerate((False, True), 1):
+        parts = [part | {"takes": part["end"] - part["start"]} for part in tile.schedule(beside)]
+        colours = [plots.RED if part["stage"] is None else stages[part["stage"]] for part in parts]
+        more = {"base": [part["start"] for part in parts], "textposition": "inside", "insidetextanchor": "middle"}
+        looks = {None: {"marker": {"color": colours, "line": {"color": "white", "width": 1}}}}
+        more |= {"text": lambda part: part["what"], "looks": looks, "across": True, "row": row, "col": 1}
+        bars(figure, parts, "who", "takes", lambda _: None, **more)
+    figure.update_xaxes(title_text="time, in steps of a product", row=2, col=1).update_xaxes(showgrid=False)
+    order = {"categoryorder": "array", "categoryarray": [tile.PACKING, tile.TENSOR, tile.PRODUCER]}
+    figure.update_yaxes(showgrid=False, **order).update_annotations(font_size=12, x=0, xanchor="left")
+    title = "Three tiles of 8 steps (really 32); colour: the stage, number: the step"
+    figure = plots.styled(figure, title, height=380)
+    return figure.update_layout(showlegend=False, margin={"l": 125, "t": 85}, barmode="overlay")
+
+
+def sums() -> go.Figure:
+    """Return which lane and register hold which sum: the first warp's 16 rows of a wgmma tile, its first 16 columns."""
+    _, lane, register = (each[:16, :16].tolist() for each in tile.sums())
+    texts = [[f"{a}·d{b}" for a, b in zip(*pair)] for pair in zip(lane, register)]
+    look = {"texttemplate": "%{text}", "textfont": {"size": 10, "color": plots.INK}, "xgap": 2, "ygap": 2}
+    hover = "row %{y}, column %{x}: lane and register %{text}<extra></extra>"
+    colours = ("#7FB8D8", "#F2CF7F", "#7FCEB9", "#E5BBD2")  # of the four lanes that share a row
+    numbers = [[each % tile.QUAD for each in line] for line in lane]
+    figure = squares(go.Figure(), numbers, colours, text=texts, hovertemplate=hover, **look)
+    figure.update_xaxes(title_text="column (the first 16 of 256)", dtick=1, showgrid=False)
+    figure.update_yaxes(title_text="row (of warp 0: the first 16 of 64)", dtick=1, showgrid=False)
+    figure.update_yaxes(autorange="reversed", zeroline=False)
+    title = "Who holds the sums of a 64 x 256 tile: lane·register, in warp 0; four lanes share a row"
+    return plots.styled(figure, title, height=470).update_layout(margin={"t": 60, "b": 45, "l": 55})

@@ -1,13 +1,10 @@
-"""What a tile goes through in kernels/sm90_gate_pack.cu, computed: its sizes, who holds which sum, which rows
-overflow, and when the warpgroups work.
+"""What a tile goes through in kernels/sm90_gate_pack.cu, computed: who holds which sum, which rows overflow, and when
+the warpgroups work.
 
-Nothing is drawn. Sizes are those that the kernel is compiled with; the layout of the sums is that of the PTX ISA
-(wgmma.mma_async, accumulators of m64nNk16).
+Nothing is drawn. The layout of the sums is that of the PTX ISA (wgmma.mma_async, accumulators of m64nNk16).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,26 +17,6 @@ from ...ops.gated import gated_pooled
 
 ROWS = 64  # of a tile, for each consumer warpgroup: those of one wgmma
 QUAD = 4  # lanes that share a row
-VALUE = 2  # bytes of a 16-bit value
-
-
-class Sizes(NamedTuple):
-    """Of the kernel's version 3: a block's tile is `rows` tokens by `columns` neurons, walked in steps of `depth` along
-    d_model. cluster: how many blocks share what they fetch; stage, shared: bytes of a stage, of a block's shared
-    memory."""
-
-    rows: int = gate_pack.BM
-    columns: int = gate_pack.BN
-    depth: int = gate_pack.BK
-    stages: int = gate_pack.STAGES
-    consumers: int = gate_pack.CONSUMERS
-    threads: int = gate_pack.THREADS
-    cluster: int = gate_pack.CLUSTER
-    stage: int = VALUE * (gate_pack.BM + gate_pack.BN) * gate_pack.BK
-    shared: int = dict(gate_pack.SM90.constants)["LAUNCH_SHARED"]
-
-
-SIZES = Sizes()
 
 
 # ---- who holds which sum ----
@@ -96,10 +73,10 @@ def schedule(beside: bool, tiles: int = 3, steps: int = 8, load: float = 0.7, pa
     def work(who: str, start: float, end: float, what: str = "", stage: int | None = None) -> None:
         found.append({"who": who, "what": what, "stage": stage, "start": start, "end": end})
 
-    free, engine, now = [0.0] * SIZES.stages, 0.0, 0.0
+    free, engine, now = [0.0] * gate_pack.STAGES, 0.0, 0.0
     for tile in range(tiles):
         for step in range(steps):
-            stage = (tile * steps + step) % SIZES.stages
+            stage = (tile * steps + step) % gate_pack.STAGES
             filled = max(engine, free[stage])
             engine = filled + load
             work(PRODUCER, filled, engine, f"{step}", stage)

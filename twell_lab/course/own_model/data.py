@@ -1,11 +1,10 @@
-"""A model of the reader's, be it of transformers or of this project: its tokens of a text, its logits, what a plan does
-with its layers, and what swapped layers should be worth on other GPUs."""
+"""A model of the reader's, be it of transformers or of this project: its tokens of a text, its logits, and what swapped
+layers should be worth on other GPUs."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ...analysis import costs, predict
-from ...analysis.plan import Plan
 from ...analysis.profile import FiringProfile
 from ...core import InputError
 from ...layers.choice import DENSE
@@ -92,11 +90,6 @@ def read(name: str | os.PathLike, device: str = "cpu") -> Own:
     )
 
 
-def never_sparse(mine: Own, device: str = "cpu") -> Own:
-    """The reader's model; in the place of a shipped one the twin that was trained without L1."""
-    return read("l1-free", device) if mine.shipped else mine
-
-
 # ---- what it reads and says ----
 
 
@@ -135,65 +128,22 @@ def go_on(mine: Own, model: nn.Module, prompt: str, tokens: int = 60) -> str:
     return mine.decode(said[0, start:])
 
 
-# ---- what a plan does ----
-
-
-def planned(plan: Plan, tokens: Sequence[int]) -> str:
-    """Return how many layers a plan leaves dense, for each of these numbers of tokens."""
-    said = []
-    for count in tokens:
-        choices = [
-            next((choice for most, choice in layer.choices.items() if most >= count), [*layer.choices.values()][-1])
-            for layer in plan.layers
-        ]
-        said.append(f"{choices.count(DENSE)} with {count:,} token{'s' * (count > 1)}")
-    return f"left dense of {len(plan.layers)} layers: {', '.join(said)}"
-
-
 # ---- on another GPU ----
 
 
 def gains(firing: FiringProfile, gpus: Sequence[str], tokens: Sequence[int]) -> list[dict]:
     """Return what all feed-forward layers of a profile should take on GPUs, each layer on its best path; predicted.
 
-    Rows: gpu, tokens, dense_us, us, x_dense, launches (the percent of dense_us that they take), paths (how many
-    layers take which)."""
+    Rows: gpu, tokens, dense_us, us, x_dense, launches (the percent of dense_us that they take)."""
     layers = [Firing.of(layer) for layer in firing.layers if layer.tokens]
     rows = []
     for gpu in gpus:
         rates = predict.rates_of(gpu)
         for count in tokens:
             took = [costs.by_choice(layer, rates, count) for layer in layers]
-            best = [min(times, key=times.__getitem__) for times in took]
             dense, us = sum(times[DENSE] for times in took), sum(min(times.values()) for times in took)
             itemsize = getattr(torch, rates.dtype).itemsize
             launches = sum(costs.predict(DENSE, layer, rates, count, itemsize)["launches"] for layer in layers)
-            paths = Counter(choice.path for choice in best)
-            rows.append(
-                {
-                    "gpu": rates.device,
-                    "tokens": count,
-                    "dense_us": dense,
-                    "us": us,
-                    "x_dense": dense / us,
-                    "launches": 100 * launches / dense,
-                    "paths": ", ".join(f"{many} {path}" for path, many in sorted(paths.items())),
-                }
-            )
+            row = {"gpu": rates.device, "tokens": count, "dense_us": dense, "us": us, "x_dense": dense / us}
+            rows.append(row | {"launches": 100 * launches / dense})
     return rows
-
-
-def off() -> str:
-    """Return how far off such predictions are where layers were recorded, in a few words for each GPU."""
-    found = [
-        f"{row['gpu']}, {row['layers']} recorded layers: predicted over measured time {row['least']:.2f} to "
-        f"{row['most']:.2f}, median {row['median']:.2f}"
-        for row in predict.errors()
-    ]
-    return "; ".join(found) or "no recorded layer is here to compare a prediction with"
-
-
-def all_dense(here: dict) -> bool:
-    """Return whether a pair of `bench_command.pairs` compares the dense model with one of which every layer stayed
-    dense, so that both do the same work."""
-    return bool(re.fullmatch(r"\d+ dense", here.get("layers") or ""))

@@ -1,7 +1,4 @@
-"""What the notebook on packing computes, as functions: data in, data out, nothing drawn.
-
-`view` describes one row under one geometry; `figures` draws it and `widget` moves it.
-"""
+"""What the notebook on packing computes, as functions: data in, data out, nothing drawn."""
 
 from __future__ import annotations
 
@@ -11,10 +8,6 @@ import torch
 from torch import Tensor
 
 from ...formats.twell import TILE, WORDS, TwELL
-from ...plots import decode, tile_of
-
-# The sorts of columns in a tile, as a view numbers them.
-SILENT, BELOW, IN_WORDS, IN_TAIL = range(4)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -59,24 +52,15 @@ def row_errors(got: Tensor, want: Tensor) -> Tensor:
 def geometries(gate: Tensor, tiles: list[int], words: list[int]) -> list[dict]:
     """relu(gate) packed with each pair of tile and words. gate: [rows, d_ff].
 
-    Rows: {tile, words, bytes (of a row, with its tail), slots_used (share), overflow (share of rows), tail (values of a
-    row)}. Pairs with more words than the tile has columns, plus one, are left out: TwELL does not take them.
+    Rows: {tile, words, bytes (of a row, with its tail), overflow (share of rows)}. Pairs with more words than the tile
+    has columns, plus one, are left out: TwELL does not take them.
     """
     table = []
     for tile, count in itertools.product(tiles, words):
-        if count > tile + 1:
-            continue
-        packed = TwELL.from_gate(gate, tile, count)
-        table.append(
-            {
-                "tile": tile,
-                "words": count,
-                "bytes": packed.nbytes / len(gate),
-                "slots_used": packed.counts.clamp(max=packed.slots).double().mean().item() / packed.slots,
-                "overflow": len(packed.overflow_rows) / len(gate),
-                "tail": packed.tail_value.numel() / len(gate),
-            }
-        )
+        if count <= tile + 1:
+            packed = TwELL.from_gate(gate, tile, count)
+            share = len(packed.overflow_rows) / len(gate)
+            table.append({"tile": tile, "words": count, "bytes": packed.nbytes / len(gate), "overflow": share})
     return table
 
 
@@ -97,48 +81,3 @@ def warp_slots(fires: Tensor) -> tuple[int, list[int]]:
     """
     ballot = sum(1 << lane for lane in range(32) if fires[lane])
     return ballot, [1 + (ballot & ((1 << lane) - 1)).bit_count() for lane in range(32)]
-
-
-# ---- one row, as the interactive tile shows it ----
-
-
-def view(
-    gate: Tensor, row: int = 0, part: int = 0, tile: int = TILE, words: int = WORDS, threshold: float = 0.0
-) -> dict:
-    """One row of a gate under one geometry, and one of its tiles in full. gate: [rows, d_ff]; part: which tile.
-
-    A value g is kept if `not (g <= threshold)`; packing itself has threshold 0. Returns {row, part, tile, slots,
-    threshold, dtype, width (columns of this tile), counts (kept values of each tile of the row), columns ((value, sort)
-    of each column of the tile; sort: SILENT, BELOW the threshold but positive, IN_WORDS, IN_TAIL), stored (the used
-    words of the tile, as whole numbers, the count first), entries ((value, column) of those after the count), tail
-    ((value, column in the matrix) of this tile), tail_row (number of values in the row's tail), nnz (kept values of the
-    row), bytes (of the packed row), dense_bytes, lost (the share of the row's norm that the threshold takes)}.
-    """
-    line = gate[row : row + 1].detach().cpu()
-    silent = torch.zeros_like(line)  # not 0.0, which would turn whole numbers into values that can be packed
-    positive, kept = (torch.where(~(line <= limit), line, silent) for limit in (0, threshold))
-    packed = TwELL.from_dense(kept, tile, words)
-    at, first = tile_of(packed, 0, part), part * tile
-    values, stays = (whole[0, first : first + at["width"]] for whole in (positive, kept != 0))
-    taken = torch.where(stays.cumsum(0) < words, IN_WORDS, IN_TAIL)  # the first of a tile stand in its words
-    sorts = torch.where(stays, taken, torch.where(values != 0, BELOW, SILENT))
-    size, gone = positive.double().norm(), (positive.double() - kept.double()).norm()
-    return {
-        "row": row,
-        "part": part,
-        "tile": tile,
-        "slots": words - 1,
-        "threshold": threshold,
-        "dtype": at["dtype"],
-        "width": at["width"],
-        "counts": packed.counts[0].tolist(),
-        "columns": list(zip(values.tolist(), sorts.tolist(), strict=True)),
-        "stored": at["words"],
-        "entries": [decode(word, at["dtype"]) for word in at["words"][1:]],
-        "tail": [(value, first + column) for value, column in (decode(word, at["dtype"]) for word in at["tail"])],
-        "tail_row": packed.tail_value.numel(),
-        "nnz": packed.nnz,
-        "bytes": packed.nbytes,
-        "dense_bytes": line.numel() * line.element_size(),
-        "lost": float(gone / size) if size > 0 and size.isfinite() else 0.0,
-    }

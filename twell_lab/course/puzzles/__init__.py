@@ -2,4 +2,4 @@
 
 from . import figures
 from .cases import PUZZLES
-from .data import Verdict, judge, standing, trace_of
+from .data import judge, standing, trace_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -100,9 +100,9 @@ PUZZLES: dict[str, Puzzle] = {}  # by the name of the kernel, its file and its e
 def _puzzle(title: str, minutes: int, point: Point, right: str, notebook: str = "06"):
     """Enter a function that makes the launches of a puzzle, which is called as the puzzle is."""
 
-    def enter(cases: Callable[[], list[Case]]) -> Callable[[], list[Case]]:
-        PUZZLES[cases.__name__.removeprefix("_")] = Puzzle(title, minutes, cases, point, right, notebook)
-        return cases
+    def enter(cases: Callable[[], Iterator[Case]]) -> None:
+        drawn = lambda: list(cases())
+        PUZZLES[cases.__name__.removeprefix("_")] = Puzzle(title, minutes, drawn, point, right, notebook)
 
     return enter
 
@@ -129,81 +129,80 @@ def _busiest(times: Counter[int]) -> tuple[int, int]:
     return max(times.items(), key=lambda item: item[1], default=(0, 0))
 
 
+def _first(*limits: tuple[bool, str]) -> str | None:
+    """Return what is said of the first that is passed, or None."""
+    return next((said for passed, said in limits if passed), None)
+
+
+def _spread(what: str, moved: int, least: int, advice: str) -> tuple[bool, str]:
+    """Whether loads of something touch more sectors than it lies in, and what is said of it."""
+    return moved > least, f"the loads of {what} touch {moved:,} sectors, and the values lie in {least:,}: {advice}."
+
+
 def _one_place_each(array: str) -> Point:
     def point(case: Case, seen: Seen) -> str | None:
         thread, places = _busiest(seen.places(array))
-        if places > 1:
-            return f"thread {thread} writes {places} places of {array} by itself; one for each thread is asked."
         stores, warps = seen.counts.global_writes.requests, math.prod(case.grid) * -(-math.prod(case.block) // 32)
-        if stores > warps:  # in a block whose steps were not kept
-            return f"{warps} warps store {stores} times; each thread has one place of {array}, to be written once."
-        return None
+        return _first(
+            (places > 1, f"thread {thread} writes {places} places of {array} by itself; one for each thread is asked."),
+            # In a block whose steps were not kept:
+            (
+                stores > warps,
+                f"{warps} warps store {stores} times; each thread has one place of {array}, to be written once.",
+            ),
+        )
 
     return point
 
 
 @_puzzle("map", 5, _one_place_each("out"), "each of the 32 threads has one value.")
-def _map() -> list[Case]:
+def _map() -> Iterator[Case]:
     x = _numbers(32)
-    return [Case("32 values", (1,), (32,), {"x": x, "out": _empty(32)}, {"out": 2 * x})]
+    yield Case("32 values", (1,), (32,), {"x": x, "out": _empty(32)}, {"out": 2 * x})
 
 
 @_puzzle("guard", 5, _one_place_each("out"), "threads past the end do nothing, at every size tried.")
-def _guard() -> list[Case]:
-    made = []
+def _guard() -> Iterator[Case]:
     for n in (37, 64, 100, 1):
         x, blocks = _numbers(n), -(-n // 32)
         arguments = {"x": x, "out": _empty(n), "n": n}
-        made.append(Case(f"n = {n}", (blocks,), (32,), arguments, {"out": 2 * x}, look=blocks - 1))
-    return made
+        yield Case(f"n = {n}", (blocks,), (32,), arguments, {"out": 2 * x}, look=blocks - 1)
 
 
 def _strided(case: Case, seen: Seen) -> str | None:
     n, threads = case.arguments["n"], case.grid[0] * case.block[0]
-    thread, places = _busiest(seen.places("out"))
-    if places > (share := -(-n // threads)):
-        return f"thread {thread} writes {places} places; shared out evenly, none has more than {share}."
-    moved, least = seen.counts.global_reads.sectors, -(-4 * n // SECTOR)
-    if moved > least:
-        return (
-            f"the loads touch {moved} sectors of {SECTOR} bytes, and the values lie in {least}: neighbouring threads "
-            "should take neighbouring values, and then all step on by the number of threads."
-        )
-    return None
+    (thread, places), share = _busiest(seen.places("out")), -(-n // threads)
+    advice = "neighbouring threads should take neighbouring values, and then all step on by the number of threads"
+    return _first(
+        (places > share, f"thread {thread} writes {places} places; shared out evenly, none has more than {share}."),
+        _spread("x", seen.counts.global_reads.sectors, -(-4 * n // SECTOR), advice),
+    )
 
 
 @_puzzle("grid-stride", 10, _strided, "any number of threads does any number of values.")
-def _grid_stride() -> list[Case]:
-    made = []
+def _grid_stride() -> Iterator[Case]:
     for n, blocks, threads in ((150, 2, 32), (1000, 3, 64), (777, 1, 32), (5, 2, 32)):
         x = _numbers(n)
         said = f"n = {n}, {blocks} blocks of {threads} threads"
-        made.append(Case(said, (blocks,), (threads,), {"x": x, "out": _empty(n), "n": n}, {"out": 2 * x}))
-    return made
+        yield Case(said, (blocks,), (threads,), {"x": x, "out": _empty(n), "n": n}, {"out": 2 * x})
 
 
 @_puzzle("2-D indices", 10, _one_place_each("out"), "a thread has a row and a column, and stays within both.")
-def _add_bias() -> list[Case]:
-    made = []
+def _add_bias() -> Iterator[Case]:
     for rows, columns in ((6, 40), (4, 32), (9, 7), (1, 65)):
         x, bias, grid = _numbers(rows, columns), _numbers(columns), (-(-columns // 32), -(-rows // 4))
         arguments = {"x": x, "bias": bias, "out": _empty(rows, columns), "rows": rows, "columns": columns}
         said, last = f"{rows} rows of {columns}", math.prod(grid) - 1
-        made.append(Case(said, grid, (32, 4), arguments, {"out": x + bias}, look=last))
-    return made
+        yield Case(said, grid, (32, 4), arguments, {"out": x + bias}, look=last)
 
 
 def _read_once(case: Case, seen: Seen) -> str | None:
     reads, values = sum(seen.reads("x").values()), case.block[0]
-    if reads > values:
-        return (
-            f"a block reads x {reads} times, and its row has {values} values: let each thread read its own, and get "
-            "its neighbours' from shared memory."
-        )
-    moved, least = seen.sectors("x"), 4 * values // SECTOR
-    if moved > least:
-        return f"the loads of x touch {moved} sectors, and a row lies in {least}: let each thread read its own value."
-    return _one_place_each("out")(case, seen)
+    again = f"a block reads x {reads} times, and its row has {values} values"
+    return _first(
+        (reads > values, f"{again}: let each thread read its own, and get its neighbours' from shared memory."),
+        _spread("x", seen.sectors("x"), 4 * values // SECTOR, "let each thread read its own value"),
+    ) or _one_place_each("out")(case, seen)
 
 
 @_puzzle(
@@ -212,75 +211,73 @@ def _read_once(case: Case, seen: Seen) -> str | None:
     _read_once,
     "each value is read once, and nobody reads a neighbour's before it is there.",
 )
-def _neighbours() -> list[Case]:
+def _neighbours() -> Iterator[Case]:
     x = _numbers(3, 64)
     sums = x + torch.nn.functional.pad(x, (1, 0))[:, :-1] + torch.nn.functional.pad(x, (0, 1))[:, 1:]
-    return [Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3, 64)}, {"out": sums}, look=1)]
+    yield Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3, 64)}, {"out": sums}, look=1)
 
 
 MOST_READS = 16  # of one thread in block_sum: folding 64 values in half six times takes 14
 
 
 def _folded(case: Case, seen: Seen) -> str | None:
-    if seen.counts.atomics.accesses:
-        return f"{seen.counts.atomics.accesses} atomics wait for each other; fold the halves in shared memory instead."
-    thread, reads = _busiest(seen.reads())
-    if reads > MOST_READS:
-        return (
-            f"thread {thread} reads {reads} values while the others wait; where the halves are folded onto each other, "
-            "none reads more than 14."
-        )
-    return None
+    (thread, reads), atomics = _busiest(seen.reads()), seen.counts.atomics.accesses
+    folded = "where the halves are folded onto each other, none reads more than 14"
+    return _first(
+        (atomics > 0, f"{atomics} atomics wait for each other; fold the halves in shared memory instead."),
+        (reads > MOST_READS, f"thread {thread} reads {reads} values while the others wait; {folded}."),
+    )
 
 
 @_puzzle("reduction", 15, _folded, "64 values folded by all threads together.")
-def _block_sum() -> list[Case]:
+def _block_sum() -> Iterator[Case]:
     x = _numbers(3, 64)
-    return [Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3)}, {"out": x.sum(1)}, look=2)]
+    yield Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3)}, {"out": x.sum(1)}, look=2)
 
 
 def _one_ballot(case: Case, seen: Seen) -> str | None:
-    thread, reads = _busiest(seen.elements("x"))
-    if reads > 1:
-        return f"lane {thread} reads {reads} values; one for each lane is asked."
-    if seen.counts.atomics.accesses:
-        return "the lanes add with atomics, one after the other; a ballot asks all of them at once."
-    used = seen.operations()
-    if "__ballot_sync" not in used:
-        return f"no lane votes: the warp-wide operations are {', '.join(dict.fromkeys(used)) or 'none'}."
-    if len(used) > 1:
-        return f"the warp comes to {len(used)} warp-wide operations; one ballot and __popc are enough."
-    return None
+    (thread, reads), used = _busiest(seen.elements("x")), seen.operations()
+    adds = "the lanes add with atomics, one after the other; a ballot asks all of them at once."
+    return _first(
+        (reads > 1, f"lane {thread} reads {reads} values; one for each lane is asked."),
+        (seen.counts.atomics.accesses > 0, adds),
+        (
+            "__ballot_sync" not in used,
+            f"no lane votes: the warp-wide operations are {', '.join(dict.fromkeys(used)) or 'none'}.",
+        ),
+        (len(used) > 1, f"the warp comes to {len(used)} warp-wide operations; one ballot and __popc are enough."),
+    )
 
 
 @_puzzle("ballot and popcount", 10, _one_ballot, "one vote, and its bits counted.")
-def _ballot_count() -> list[Case]:
-    made = []
+def _ballot_count() -> Iterator[Case]:
     for width in (27, 32, 1):
         x = torch.randint(-3, 4, (5, width)) / 4
         x[:, 0] = torch.tensor([0.0, 0.25, -0.25, -0.0, 0.5])
         arguments = {"x": x, "counts": _whole(5), "width": width}
         wanted = {"counts": (x > 0).sum(1, dtype=torch.int32)}
-        made.append(Case(f"rows of {width}", (5,), (32,), arguments, wanted, look=4))
-    return made
+        yield Case(f"rows of {width}", (5,), (32,), arguments, wanted, look=4)
+
+
+def _by_shuffles(seen: Seen, distances: str) -> str | None:
+    steps, through = len(seen.operations()), seen.counts.shared_writes.accesses or seen.counts.atomics.accesses
+    return _first(
+        (through > 0, "the sums go through memory; a shuffle hands a value from lane to lane without it."),
+        (steps > 6, f"the warp comes to {steps} shuffles; with distances {distances} it is 5."),
+    )
 
 
 def _five_steps(case: Case, seen: Seen) -> str | None:
     thread, reads = _busiest(seen.reads("x"))
-    if reads > 1:
-        return f"lane {thread} reads {reads} values of x; let each read its own, and get sums from other lanes."
-    if seen.counts.shared_writes.accesses or seen.counts.atomics.accesses:
-        return "the sums go through memory; a shuffle hands a value from lane to lane without it."
-    if (steps := len(seen.operations())) > 6:
-        return f"the warp comes to {steps} shuffles; with distances 1, 2, 4, 8 and 16 it is 5."
-    return None
+    alone = f"lane {thread} reads {reads} values of x; let each read its own, and get sums from other lanes."
+    return alone if reads > 1 else _by_shuffles(seen, "1, 2, 4, 8 and 16")
 
 
 @_puzzle("prefix sum in a warp", 15, _five_steps, "32 running sums in a handful of shuffles.")
-def _prefix_sum() -> list[Case]:
+def _prefix_sum() -> Iterator[Case]:
     x = torch.randint(-9, 10, (3, 32), dtype=torch.int32)
     wanted = {"out": x.cumsum(1, dtype=torch.int32)}
-    return [Case("3 rows of 32", (3,), (32,), {"x": x, "out": _whole(3, 32)}, wanted, look=1)]
+    yield Case("3 rows of 32", (3,), (32,), {"x": x, "out": _whole(3, 32)}, wanted, look=1)
 
 
 def _sectors_of(row: int, width: int) -> int:
@@ -292,63 +289,42 @@ def _sectors_of(row: int, width: int) -> int:
 
 def _along_rows(array: str, rows: list[int], case: Case, seen: Seen) -> str | None:
     """Return what is wrong with loads that touch more than the sectors of these rows, in words."""
-    width = case.arguments[array].shape[1]
-    moved, least = seen.sectors(array), sum(_sectors_of(row, width) for row in rows)
-    which = f"a row of {width} floats lies" if len(rows) == 1 else f"the {len(rows)} rows of {width} floats lie"
-    if moved > least:
-        return (
-            f"{which} in {least} sectors, and the loads of a warp touch {moved}: let neighbouring lanes read "
-            "neighbouring columns."
-        )
-    return None
+    least = sum(_sectors_of(row, case.arguments[array].shape[1]) for row in rows)
+    return _first(_spread(array, seen.sectors(array), least, "let neighbouring lanes read neighbouring columns"))
 
 
 def _dot_by_shuffles(case: Case, seen: Seen) -> str | None:
-    if seen.counts.shared_writes.accesses or seen.counts.atomics.accesses:
-        return "the sums go through memory; a shuffle hands a value from lane to lane without it."
-    if (steps := len(seen.operations())) > 6:
-        return f"the warp comes to {steps} shuffles; with distances 16, 8, 4, 2 and 1 it is 5."
-    return _along_rows("x", [case.look], case, seen)
+    return _by_shuffles(seen, "16, 8, 4, 2 and 1") or _along_rows("x", [case.look], case, seen)
 
 
 @_puzzle("a dot product in a warp", 15, _dot_by_shuffles, "32 partial sums, and five shuffles make one of them.")
-def _warp_dot() -> list[Case]:
-    made = []
+def _warp_dot() -> Iterator[Case]:
     for rows, width in ((3, 80), (2, 32), (3, 37), (2, 5)):
         x, w = _numbers(rows, width), _numbers(width)
         arguments = {"x": x, "w": w, "out": _empty(rows), "width": width}
-        made.append(Case(f"{rows} rows of {width}", (rows,), (32,), arguments, {"out": x @ w}, look=rows - 1))
-    return made
+        yield Case(f"{rows} rows of {width}", (rows,), (32,), arguments, {"out": x @ w}, look=rows - 1)
 
 
 def _sixteen_bytes(case: Case, seen: Seen) -> str | None:
     n = case.arguments["n"]
-    for traffic, verb, kind in (
-        (seen.counts.global_reads, "reads", "load"),
-        (seen.counts.global_writes, "writes", "store"),
-    ):
-        least, sectors = -(-n // 128), -(-4 * n // SECTOR)
-        if traffic.sectors > sectors:
-            return (
-                f"the warps touch {traffic.sectors} sectors with their {kind}s, and the values lie in {sectors}: each "
-                f"sector is touched {traffic.sectors / sectors:.3g} times as often as needed."
-            )
-        if traffic.requests > least:
-            return (
-                f"the warps need {traffic.requests} {kind} instructions; where each lane {verb} 16 bytes at once, "
-                f"{least} are enough."
-            )
-    return None
+    least, limits = -(-n // 128), []
+    for what, traffic in (("x", seen.counts.global_reads), ("out, and its stores,", seen.counts.global_writes)):
+        moved = f"the warps need {traffic.requests} load instructions"
+        limits.append(
+            _spread(what, traffic.sectors, -(-4 * n // SECTOR), "let neighbouring lanes take neighbouring values")
+        )
+        limits.append(
+            (traffic.requests > least, f"{moved}; where each lane reads 16 bytes at once, {least} are enough.")
+        )
+    return _first(*limits)
 
 
 @_puzzle("vector loads", 10, _sixteen_bytes, "a quarter of the instructions.")
-def _vector_loads() -> list[Case]:
-    made = []
+def _vector_loads() -> Iterator[Case]:
     for n in (1000, 512, 4):
         x = _numbers(n)
         arguments = {"x": x, "out": _empty(n), "n": n}
-        made.append(Case(f"n = {n}", (-(-n // 256),), (64,), arguments, {"out": 2 * x}))
-    return made
+        yield Case(f"n = {n}", (-(-n // 256),), (64,), arguments, {"out": 2 * x})
 
 
 SPARE = 4  # reads of one entry: the compiler that watches an index may read it twice, and so may a reader
@@ -359,25 +335,23 @@ def _one_entry_each(array: str, arrays: int) -> Point:
 
     def point(case: Case, seen: Seen) -> str | None:
         thread, reads = _busiest(seen.reads(array))
-        if reads > SPARE:
-            return f"thread {thread} reads {reads} entries of {array}; one for each thread is asked."
         loads, least = seen.counts.global_reads.requests, arrays * -(-case.arguments["n"] // 32)
-        if loads > SPARE * least:
-            return f"the warps need {loads} load instructions; where each thread reads one entry, {least} are enough."
-        return None
+        need = f"the warps need {loads} load instructions; where each thread reads one entry, {least} are enough."
+        return _first(
+            (reads > SPARE, f"thread {thread} reads {reads} entries of {array}; one for each thread is asked."),
+            (loads > SPARE * least, need),
+        )
 
     return point
 
 
 @_puzzle("atomics", 5, _one_entry_each("fired", 1), "no firing is lost, in any order of threads.")
-def _neuron_counts() -> list[Case]:
-    made = []
+def _neuron_counts() -> Iterator[Case]:
     for n, neurons in ((300, 40), (64, 3), (1, 5)):
         fired = torch.randint(0, neurons, (n,), dtype=torch.int32)
         wanted = torch.bincount(fired, minlength=neurons).int()
         arguments = {"fired": fired, "counts": torch.zeros(neurons, dtype=torch.int32), "n": n}
-        made.append(Case(f"n = {n}, {neurons} neurons", (-(-n // 64),), (64,), arguments, {"counts": wanted}))
-    return made
+        yield Case(f"n = {n}, {neurons} neurons", (-(-n // 64),), (64,), arguments, {"counts": wanted})
 
 
 def _whole_sectors(case: Case, seen: Seen) -> str | None:
@@ -385,26 +359,22 @@ def _whole_sectors(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("a row gather", 10, _whole_sectors, "each sector of a row is touched once.")
-def _gather_rows() -> list[Case]:
-    made = []
+def _gather_rows() -> Iterator[Case]:
     for rows, width in ((6, 80), (3, 32), (4, 37), (3, 150), (2, 6)):
         table, index = _numbers(20, width), torch.randint(0, 20, (rows,), dtype=torch.int32)
         arguments = {"table": table, "index": index, "out": _empty(rows, width), "width": width}
         wanted = {"out": table[index.long()]}
-        made.append(Case(f"{rows} rows of {width}", (rows,), (32,), arguments, wanted, look=rows - 1))
-    return made
+        yield Case(f"{rows} rows of {width}", (rows,), (32,), arguments, wanted, look=rows - 1)
 
 
 def _gathered_once(case: Case, seen: Seen) -> str | None:
     stores, least = seen.counts.global_writes.requests, case.grid[0] * -(-case.arguments["width"] // 32)
-    if stores > least:
-        return f"the warps store {stores} times, and {least} are enough: add up in a variable, and write it once."
-    return _along_rows("table", case.arguments["index"][case.look].tolist(), case, seen)
+    again = f"the warps store {stores} times, and {least} are enough: add up in a variable, and write it once."
+    return again if stores > least else _along_rows("table", case.arguments["index"][case.look].tolist(), case, seen)
 
 
 @_puzzle("gather and multiply", 15, _gathered_once, "each row that is wanted is read once, times its value.")
-def _gather_multiply() -> list[Case]:
-    made = []
+def _gather_multiply() -> Iterator[Case]:
     for rows, count, width in ((3, 5, 150), (2, 1, 64), (4, 7, 20)):
         table, index = _numbers(20, width), torch.stack([torch.randperm(20)[:count] for _ in range(rows)])
         values = _numbers(rows, count)
@@ -412,20 +382,21 @@ def _gather_multiply() -> list[Case]:
         arguments |= {"count": count, "width": width}
         wanted = {"out": (values[..., None] * table[index]).sum(1)}
         said = f"{rows} rows of {count} values, and {width} columns"
-        made.append(Case(said, (rows,), (64,), arguments, wanted, look=rows - 1))
-    return made
+        yield Case(said, (rows,), (64,), arguments, wanted, look=rows - 1)
 
 
 TILE, WORDS = 64, 8  # of pack_words
 
 
+def _votes(case: Case, seen: Seen) -> str | None:
+    asked = "the lanes ask each other nothing; a ballot tells every lane at once which lanes below it fire."
+    return None if seen.operations() else asked
+
+
 def _packed_by_all(case: Case, seen: Seen) -> str | None:
     thread, reads = _busiest(seen.elements("gate"))
-    if reads > TILE // 32:
-        return f"lane {thread} reads {reads} of the {TILE} columns; {TILE // 32} for each lane are enough."
-    if not seen.operations():
-        return "the lanes ask each other nothing; a ballot tells every lane at once which lanes below it fire."
-    return None
+    many = f"lane {thread} reads {reads} of the {TILE} columns; {TILE // 32} for each lane are enough."
+    return many if reads > TILE // 32 else _votes(case, seen)
 
 
 @_puzzle(
@@ -434,7 +405,7 @@ def _packed_by_all(case: Case, seen: Seen) -> str | None:
     _packed_by_all,
     "the words of TwELL, with the true count of tiles that overflow, and NaN kept.",
 )
-def _pack_words() -> list[Case]:
+def _pack_words() -> Iterator[Case]:
     firing = (0, 1, WORDS - 1, WORDS, 33, TILE, 5)
     gate = torch.rand(len(firing), TILE) + 0.01
     order = torch.rand(len(firing), TILE).argsort(1)
@@ -446,39 +417,97 @@ def _pack_words() -> list[Case]:
     used = torch.arange(WORDS) <= stored.counts
     arguments = {"gate": gate.view(torch.int16), "packed": _whole(len(firing), WORDS)}
     said = f"{len(firing)} tiles in which {', '.join(map(str, firing))} values fire"
-    return [Case(said, (len(firing),), (32,), arguments, {"packed": wanted}, look=3, used={"packed": used})]
+    yield Case(said, (len(firing),), (32,), arguments, {"packed": wanted}, look=3, used={"packed": used})
 
 
 SIDE = 16  # of the tiles in gemm_tile
 
 
 def _shared_tiles(case: Case, seen: Seen) -> str | None:
-    depth = case.arguments["depth"]
+    values, limits = SIDE * case.arguments["depth"], []
     for array in ("a", "b"):
-        reads, values = sum(seen.reads(array).values()), SIDE * depth
-        if reads > values:
-            return (
-                f"a block reads {array} {reads:,} times for {values:,} different values, each "
-                f"{reads / values:.3g} times: let each thread bring one value of each tile to shared memory."
-            )
-        moved, least = seen.sectors(array), 4 * values // SECTOR
-        if moved > least:
-            return (
-                f"the loads of {array} touch {moved:,} sectors, and the values lie in {least:,}: let neighbouring "
-                "threads read along a row."
-            )
-    return None
+        reads = sum(seen.reads(array).values())
+        again = (
+            f"a block reads {array} {reads:,} times for {values:,} different values, each {reads / values:.3g} times"
+        )
+        limits.append((reads > values, f"{again}: let each thread bring one value of each tile to shared memory."))
+        limits.append(_spread(array, seen.sectors(array), 4 * values // SECTOR, "let threads read along a row"))
+    return _first(*limits)
 
 
 @_puzzle("a small GEMM tile", 25, _shared_tiles, "each value is read once for 16 products.")
-def _gemm_tile() -> list[Case]:
-    made = []
+def _gemm_tile() -> Iterator[Case]:
     for rows, columns, depth in ((32, 48, 64), (16, 16, 16)):
         a, b = _numbers(rows, depth), _numbers(depth, columns)
         arguments = {"a": a, "b": b, "c": _empty(rows, columns), "columns": columns, "depth": depth}
         said = f"{rows} x {depth} times {depth} x {columns}"
-        made.append(Case(said, (columns // SIDE, rows // SIDE), (SIDE, SIDE), arguments, {"c": a @ b}))
-    return made
+        yield Case(said, (columns // SIDE, rows // SIDE), (SIDE, SIDE), arguments, {"c": a @ b})
+
+
+# ---- notebook 08: bfloat16, and what twell.cuh has ----
+
+
+def _touched_once(case: Case, seen: Seen) -> str | None:
+    """A sector of `gate` is read once; rows of other widths begin in the middle of one."""
+    moved, least = seen.counts.global_reads.sectors, seen.counts.unique_bytes("gate", "read") // SECTOR
+    once = f"the loads touch {moved:,} sectors; {least:,} are enough."
+    return once if case.arguments["columns"] % 256 == 0 and moved > least else None
+
+
+def _drawn(rows: int, columns: int, share: float) -> Tensor:
+    """A gate, bfloat16 [rows, columns], of which about this share fires, with a NaN and a -0 in it."""
+    gate = (torch.rand(rows, columns) + 0.01) * torch.where(torch.rand(rows, columns) < share, 1.0, -1.0)
+    gate[0, 1], gate[-1, 17] = torch.nan, -0.0
+    return gate.to(torch.bfloat16)
+
+
+_TILES = "the counts of every tile, NaN and narrow tiles included, and each sector of a full tile is touched once."
+
+
+@_puzzle("counts of tiles", 10, _touched_once, _TILES, "08")
+def _tile_counts() -> Iterator[Case]:
+    for rows, columns, share in ((4, 1024, 0.1), (3, 600, 0.5), (1, 24, 1.0)):
+        gate = _drawn(rows, columns, share)
+        want = TwELL.from_gate(gate).counts.int()
+        arguments = {"gate": gate, "counts": _whole(*want.shape), "columns": columns}
+        last = want.shape[1] - 1  # of a row: the narrow one
+        yield Case(f"{columns} columns", want.shape[::-1], (32,), arguments, {"counts": want}, look=last)
+
+
+def _two_loads(case: Case, seen: Seen) -> str | None:
+    loads, tiles = seen.counts.global_reads.requests, math.prod(case.grid)
+    two = "load instructions, and two are enough: let each lane read one word, once, into a variable."
+    return f"a tile takes {loads / tiles:.3g} {two}" if loads > 2 * tiles else None
+
+
+_WORDS = "a lane for each word, nothing past the count, and a tile's columns moved to where the tile begins."
+
+
+@_puzzle("unpacking", 15, _two_loads, _WORDS, "08")
+def _unpack() -> Iterator[Case]:
+    for rows, columns, share in ((4, 1024, 0.05), (3, 600, 0.03), (1, 24, 1.0), (2, 512, 0.0)):
+        gate = _drawn(rows, columns, share)
+        if rows == 4:  # a tile in which the column that equals its count fires: where a count taken for a word goes
+            gate[1, :256] = -1.0
+            gate[1, [2, 5, 40, 77, 200]] = torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5], dtype=gate.dtype)
+        gate[TwELL.from_gate(gate).overflow_rows] = -1.0  # they would need the tail, which the kernel does not get
+        form = TwELL.from_gate(gate)
+        words = torch.where(torch.arange(32) > form.counts[..., None], 7 << 16 | 3, form.packed)  # past it anything
+        arguments = {"packed": words.int(), "out": torch.zeros_like(gate), "columns": columns}
+        grid, wanted = form.counts.shape[::-1], {"out": torch.where(gate <= 0, 0, gate).nan_to_num(9.0)}
+        read = {"out": lambda out: out.nan_to_num(9.0)}
+        yield Case(f"{columns} columns", tuple(grid), (32,), arguments, wanted, read=read)
+
+
+_ROWS = "thread 0 adds up when all four warps have written, and each sector is still touched once."
+
+
+@_puzzle("counts of rows", 10, _touched_once, _ROWS, "08")
+def _row_counts() -> Iterator[Case]:
+    for rows, columns, share in ((3, 1024, 0.3), (2, 600, 0.9), (1, 40, 1.0)):
+        gate = _drawn(rows, columns, share)
+        arguments, wanted = {"gate": gate, "counts": _whole(rows), "columns": columns}, (~(gate <= 0)).sum(1).int()
+        yield Case(f"{columns} columns", (rows,), (128,), arguments, {"counts": wanted})
 
 
 # ---- notebook 09 ----
@@ -487,40 +516,36 @@ STAGE = 32  # rows and columns of a stage of two_stages
 
 
 def _own_barriers(case: Case, seen: Seen) -> str | None:
-    (blocks,), (threads,) = case.grid, case.block
-    if seen.counts.barriers > blocks * threads // 32:
-        return "all threads meet at a __syncthreads: while one warp adds, the other has to be able to copy."
-    copying = {thread for threads in seen.trace.reads("x").values() for thread in threads}
-    if late := sorted(thread for thread in copying if thread >= 32):
-        return f"thread {late[0]} reads x itself; warp 0 alone copies, and warp 1 adds what lies in shared memory."
-    moved, least = seen.sectors("x"), 4 * STAGE * case.arguments["depth"] // SECTOR
-    if moved > least:
-        return f"the copies touch {moved} sectors of x, and the rows lie in {least}: let lanes copy along a row."
-    own = [name for name in seen.trace.arrays if name not in case.arguments]
-    if case.arguments["depth"] > STAGE and max((len(seen.trace.reads(name)) for name in own), default=0) < 2 * STAGE**2:
-        return "one stage alone is used: while it is read, nothing can be copied."
-    return None
+    (blocks,), (threads,), depth = case.grid, case.block, case.arguments["depth"]
+    late = min((thread for lanes in seen.trace.reads("x").values() for thread in lanes if thread >= 32), default=None)
+    own = [len(seen.trace.reads(name)) for name in seen.trace.arrays if name not in case.arguments]
+    return _first(
+        (
+            seen.counts.barriers > blocks * threads // 32,
+            "all threads meet at a __syncthreads: while one warp adds, the other has to be able to copy.",
+        ),
+        (
+            late is not None,
+            f"thread {late} reads x itself; warp 0 alone copies, and warp 1 adds what lies in shared memory.",
+        ),
+        _spread("x", seen.sectors("x"), 4 * STAGE * depth // SECTOR, "let lanes copy along a row"),
+        (
+            depth > STAGE and max(own, default=0) < 2 * STAGE**2,
+            "one stage alone is used: while it is read, nothing can be copied.",
+        ),
+    )
 
 
 @_puzzle("two stages", 25, _own_barriers, "one warp copies while the other adds, and neither is too early.", "09")
-def _two_stages() -> list[Case]:
-    made = []
+def _two_stages() -> Iterator[Case]:
     for rows, depth in ((64, 160), (32, 32), (32, 64)):
         x, race = _numbers(rows, depth), "Who uses a stage has to wait until the others have arrived at its barrier."
         said, arguments = f"{rows} rows of {depth}", {"x": x, "out": _empty(rows), "depth": depth}
-        made.append(Case(said, (rows // STAGE,), (64,), arguments, {"out": x.sum(1)}, race=race))
-    return made
-
-
-def _votes(case: Case, seen: Seen) -> str | None:
-    if not seen.operations():
-        return "the lanes ask each other nothing; a ballot tells every lane at once which lanes below it fire."
-    return None
+        yield Case(said, (rows // STAGE,), (64,), arguments, {"out": x.sum(1)}, race=race)
 
 
 @_puzzle("an epilogue that packs", 20, _votes, "the words leave the chip, and the sums never do.", "09")
-def _gemm_pack() -> list[Case]:
-    made = []
+def _gemm_pack() -> Iterator[Case]:
     for rows, columns, depth in ((16, 64, 96), (8, 32, 32)):
         sizes = (rows, depth), (depth, columns)
         a, b = (torch.randint(1, 3, of) * (2 * torch.randint(0, 2, of) - 1) / 2 for of in sizes)  # exact in 16 bits
@@ -531,16 +556,14 @@ def _gemm_pack() -> list[Case]:
         used = (word <= counts) & ((counts < 32) | (word == 0))  # the bits of a NaN are not said
         arguments = {"a": a, "b": b, "packed": _whole(len(counts), WORDS), "columns": columns, "depth": depth}
         said, wanted = f"{rows} x {depth} times {depth} x {columns}", {"packed": form.packed.reshape(-1, WORDS).int()}
-        made.append(Case(said, (columns // 32, rows // 8), (32, 8), arguments, wanted, used={"packed": used}))
-    return made
+        yield Case(said, (columns // 32, rows // 8), (32, 8), arguments, wanted, used={"packed": used})
 
 
 # ---- notebook 11 ----
 
 
 @_puzzle("lists by neuron", 15, _one_entry_each("neuron", 3), "every entry has a place of its own.", "11")
-def _neuron_lists() -> list[Case]:
-    made = []
+def _neuron_lists() -> Iterator[Case]:
     for tokens, d_ff, share in ((40, 12, 0.3), (7, 3, 1.0), (64, 40, 0.05)):
         fired = torch.rand(tokens, d_ff) < share
         fired[0, 0] = True
@@ -551,8 +574,7 @@ def _neuron_lists() -> list[Case]:
         arguments |= {"cursor": torch.zeros(d_ff, dtype=torch.int32), "lists": _whole(n), "n": n}
         order = lambda lists, first=owner << 40: (first + lists).sort()[0] - first  # each list by itself
         said, wanted = f"n = {n}, {d_ff} neurons", {"lists": by_neuron.int()}
-        made.append(Case(said, (-(-n // 64),), (64,), arguments, wanted, read={"lists": order}))
-    return made
+        yield Case(said, (-(-n // 64),), (64,), arguments, wanted, read={"lists": order})
 
 
 def _in_order(case: Case, seen: Seen) -> str | None:
@@ -563,8 +585,7 @@ def _in_order(case: Case, seen: Seen) -> str | None:
 
 
 @_puzzle("the gradient of up", 15, _in_order, "silent tokens are not read, and every run gives the same bits.", "11")
-def _up_gradient() -> list[Case]:
-    made = []
+def _up_gradient() -> Iterator[Case]:
     for tokens, d_ff, d_model in ((40, 5, 80), (9, 3, 20)):
         fired = torch.rand(tokens, d_ff) < 0.4
         fired[:, 1], fired[:3, 2] = False, True
@@ -577,5 +598,4 @@ def _up_gradient() -> list[Case]:
                 wanted[neuron] += du[k] * x[lists[k]]
         arguments = {"starts": starts.int(), "lists": lists.int(), "du": du, "x": x, "dup": _empty(d_ff, d_model)}
         said = f"{tokens} tokens, {d_ff} neurons, d_model {d_model}"
-        made.append(Case(said, (d_ff,), (64,), arguments | {"d_model": d_model}, {"dup": wanted}, look=2))
-    return made
+        yield Case(said, (d_ff,), (64,), arguments | {"d_model": d_model}, {"dup": wanted}, look=2)

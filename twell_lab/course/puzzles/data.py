@@ -3,36 +3,30 @@ looked at, and the same launches made on a GPU where there is one."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ... import simulator
+from ... import core, simulator
 from ...core import CompileError, DeviceError, InputError, StackError
 from ...simulator import Fault, Trace, faults
-from ..verdicts import UNWRITTEN, added_to, coming, not_met
+from ..verdicts import UNWRITTEN, NotYet, added_to, coming, not_met
 from . import gpu
 from .cases import PUZZLES, Case, Seen
 from .slips import likely
 
 _HEADER = "cuda_on_cpu.h"  # what the simulator puts in the place of CUDA's own
+_ANSWER = re.compile(r"```cuda\n(.*?)```", re.DOTALL)
+MACROS = {"VALUE_BF16": True}  # for what includes twell.cuh
 SECONDS = 20.0  # a launch may take: a loop that never ends is stopped
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A verdict on a kernel: is it right, and what is said about it?"""
-
-    right: bool
-    said: str
-
-
-def judge(name: str, file: str | Path) -> Verdict:
-    """Return whether the kernel in a file solves a puzzle. What is wrong with it is said, never raised.
+def judge(name: str, file: str | Path) -> str:
+    """Return what is said of the kernel in a file if it solves a puzzle; NotYet, with a reason, if it does not.
 
     name: one of PUZZLES; raises InputError for another.
     """
@@ -42,50 +36,53 @@ def judge(name: str, file: str | Path) -> Verdict:
     cases = puzzle.cases()
     originals = [{key: given.clone() for key, given in case.arguments.items() if _is(given)} for case in cases]
     try:
-        program = simulator.compile(Path(file))
+        program = simulator.compile(Path(file), MACROS)
+        text = program.sources[program.file]
         for case, before in zip(cases, originals, strict=True):
-            run = program.launch(
-                name,
-                case.grid,
-                case.block,
-                list(case.arguments.values()),
-                watch="counts",
-                trace=case.look,
-                seconds=SECONDS,
-            )
+            given = list(case.arguments.values())
+            how = {"watch": "counts", "trace": case.look, "seconds": SECONDS}
+            run = program.launch(name, case.grid, case.block, given, **how)
             if added := _added(case, before, run.trace):
-                return Verdict(False, f"{added} does not begin at 0: write it, do not add to it.")
+                raise NotYet(f"{added} does not begin at 0: write it, do not add to it.")
             if empty := _empty(case, before):
-                return Verdict(False, f"{empty} is empty.")
-            if wrong := _wrong(name, case, case.arguments, before, program.sources[program.file]):
-                return Verdict(False, f"with {case.said}: {wrong}{coming(run.trace)}")
+                raise NotYet(f"{empty} is empty.")
+            if wrong := _wrong(name, case, case.arguments, before, text):
+                raise NotYet(f"with {case.said}: {wrong}{coming(run.trace)}")
             if missed := not_met(run.trace) or puzzle.point(case, Seen(run)):
-                return Verdict(False, f"the result is right. But with {case.said}, {missed}")
+                raise NotYet(f"the result is right. But with {case.said}, {missed}")
     except Fault as fault:
-        return Verdict(
-            False, f"with {case.said}: {in_words(fault, case, '__syncthreads' in program.sources[program.file])}"
-        )
+        raise NotYet(f"with {case.said}: {in_words(fault, case, '__syncthreads' in text)}") from None
     except (CompileError, InputError, StackError, simulator.Unsupported) as error:
-        return Verdict(False, _own_lines(str(error)))
-    if not torch.cuda.is_available():
-        return Verdict(True, puzzle.right)
+        raise NotYet(_own_lines(str(error))) from None
+    if not torch.cuda.is_available() or puzzle.notebook == "08":  # whose types old GPUs do not have
+        return puzzle.right
     for case, before in zip(cases, originals, strict=True):
         case.arguments.update(before)
     return _on_the_gpu(name, Path(file).read_text(encoding="utf-8"), cases, puzzle.right)
 
 
-def _on_the_gpu(name: str, text: str, cases: list[Case], right: str) -> Verdict:
+def _on_the_gpu(name: str, text: str, cases: list[Case], right: str) -> str:
     here = torch.cuda.get_device_name()
     try:
         found = gpu.results(text, name, cases)
     except (StackError, DeviceError) as error:
-        return Verdict(True, f"{right} (Not run on the {here}: {error})")
+        return f"{right} (Not run on the {here}: {error})"
     except CompileError as error:
-        return Verdict(False, f"the simulator runs it, but CUDA's own compiler does not take it:\n{error}")
+        raise NotYet(f"the simulator runs it, but CUDA's own compiler does not take it:\n{error}") from None
     for case, results in zip(cases, found, strict=True):
         if wrong := _wrong(name, case, results, case.arguments, text):
-            return Verdict(False, f"the simulator finds nothing wrong, but on the {here}, with {case.said}: {wrong}")
-    return Verdict(True, f"{right} The {here} gives the same.")
+            raise NotYet(f"the simulator finds nothing wrong, but on the {here}, with {case.said}: {wrong}")
+    return f"{right} The {here} gives the same."
+
+
+def answer(name: str) -> str:
+    """Return the first folded answer in the notebooks that is a kernel called so; KeyError where there is none."""
+    for path in sorted(core.notebooks_dir().glob("*.ipynb")):
+        cells = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+        for text in _ANSWER.findall("\n".join(cell for cell in cells if "<details>" in cell)):
+            if re.search(rf"__global__[^{{]*\b{name}\(", text):
+                return text
+    raise KeyError(f"no notebook has an answer called {name!r}")
 
 
 def trace_of(name: str, file: str | Path) -> Trace | None:
@@ -93,7 +90,7 @@ def trace_of(name: str, file: str | Path) -> Trace | None:
     to there, or else of the first of all; None where nothing can be run: no compiler, or a source that it refuses."""
     traces = []
     try:
-        program = simulator.compile(Path(file))
+        program = simulator.compile(Path(file), MACROS)
         for case in PUZZLES[name].cases():
             given = list(case.arguments.values())
             trace = simulator.step(program, name, case.grid, case.block, given, look=case.look, seconds=SECONDS)
@@ -110,18 +107,18 @@ def standing(folder: str | Path) -> str:
 
     Every file is judged anew, so the lines hold after a restart too.
     """
-    asked = [name for name, puzzle in PUZZLES.items() if puzzle.notebook == "06"]
-    right = {name: judge(name, Path(folder) / f"{name}.cu").right for name in asked}
-    numbers = {name: number for number, name in enumerate(asked, 1)}
-    left = [name for name, is_right in right.items() if not is_right]
-    done = f"Right: {len(right) - len(left)} of {len(right)}."
+    left, every = [], [(name, puzzle) for name, puzzle in PUZZLES.items() if puzzle.notebook == "06"]
+    for number, (name, puzzle) in enumerate(every, 1):
+        try:
+            judge(name, Path(folder) / f"{name}.cu")
+        except NotYet:
+            left.append((number, puzzle))
+    done = f"Right: {len(every) - len(left)} of {len(every)}."
     if not left:
         return f"{done}\nOpen: none.\nNext: notebook 08, where a kernel packs and another multiplies with the words."
-    which = "all" if len(left) == len(right) else ", ".join(f"{numbers[name]}" for name in left)
-    minutes = sum(PUZZLES[name].minutes for name in left)
-    return (
-        f"{done}\nOpen: {which}, some {minutes} minutes.\nNext: exercise {numbers[left[0]]}, {PUZZLES[left[0]].title}."
-    )
+    which = "all" if len(left) == len(every) else ", ".join(f"{number}" for number, _ in left)
+    minutes, (first, puzzle) = sum(puzzle.minutes for _, puzzle in left), left[0]
+    return f"{done}\nOpen: {which}, some {minutes} minutes.\nNext: exercise {first}, {puzzle.title}."
 
 
 # ---- in words ----

@@ -1,12 +1,12 @@
-"""Name the mistake behind a wrong result: it is compared with what typical mistakes give.
-
-A guess is what an output would hold, as float64; NaN stands where it may hold anything.
-"""
+"""Name the mistake behind a wrong result: it is compared with what typical mistakes give, which slips.toml lists."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,36 +15,34 @@ from ...simulator.source import code_only
 from ..verdicts import UNWRITTEN
 from .cases import SIDE, STAGE, TILE, Case
 
-Guess = Callable[..., Tensor]  # of the launch's arguments and the right output
 
-
-def _moved(values: Tensor, places: int) -> Tensor:
+def moved(values: Tensor, places: int) -> Tensor:
     """Values moved along their rows, with NaN where none comes from."""
-    moved, end = values.roll(places, -1), values.shape[-1]
-    moved[..., :places] = torch.nan if places > 0 else moved[..., :places]
-    moved[..., end + min(places, 0) :] = torch.nan
-    return moved
+    result, end = values.roll(places, -1), values.shape[-1]
+    result[..., :places] = torch.nan if places > 0 else result[..., :places]
+    result[..., end + min(places, 0) :] = torch.nan
+    return result
 
 
-def _beside(x: Tensor, places: int) -> Tensor:
+def beside(x: Tensor, places: int) -> Tensor:
     """Each place's neighbour so many places before it; 0 where there is none."""
-    return _moved(x, places).nan_to_num(nan=0.0)
+    return moved(x, places).nan_to_num(nan=0.0)
 
 
-def _tiles_turned(values: Tensor) -> Tensor:
+def tiles_turned(values: Tensor) -> Tensor:
     """A matrix with rows and columns swapped within each of its tiles."""
     rows, columns = (size // SIDE for size in values.shape)
     return values.view(rows, SIDE, columns, SIDE).permute(0, 3, 2, 1).reshape(values.shape)
 
 
-def _last_in_stage(x: Tensor) -> Tensor:
+def last_in_stage(x: Tensor) -> Tensor:
     """Sums of rows where each stage holds the last tile that was copied there when it is read."""
     tiles = x.view(len(x), -1, STAGE).sum(2)
     last = tiles.shape[1] - 1 - torch.arange(tiles.shape[1]).sub(tiles.shape[1] - 1).abs() % 2
     return tiles[:, last].sum(1)
 
 
-def _by_lanes(x: Tensor, adds: Callable[[int], int], distances: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Tensor:
+def by_lanes(x: Tensor, adds: Callable[[int], int], distances: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Tensor:
     """Running sums by shuffles up, where a lane without one below gets its own. adds: distance -> first lane to add."""
     lane = torch.arange(x.shape[-1])
     for distance in distances:
@@ -53,172 +51,31 @@ def _by_lanes(x: Tensor, adds: Callable[[int], int], distances: tuple[int, ...] 
     return x
 
 
-def _words(want: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def words(want: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Packed words with all but their counts changed."""
-    words = change(want.long() & 0xFFFFFFFF)
-    words = torch.where(words < 2**31, words, words - 2**32).double()
-    words[:, 0] = want[:, 0]
-    return words
+    changed = change(want.long() & 0xFFFFFFFF)
+    changed = torch.where(changed < 2**31, changed, changed - 2**32).double()
+    changed[:, 0] = want[:, 0]
+    return changed
 
 
-def _counts(want: Tensor, fires: Tensor) -> Tensor:
-    """Packed words with these counts, and anything behind them."""
-    return torch.cat([fires.view(-1, 32).sum(1, keepdim=True), want[:, 1:] * torch.nan], 1)
+def one_on(want: Tensor) -> Tensor:
+    """Packed words with each value one word further on."""
+    return torch.cat([want[:, :1], moved(want[:, 1:], 1)], 1)
 
 
-_OF_ALL: dict[str, Guess] = {
-    "every value lost its sign": lambda given, want: want.abs(),
-    "every value has the other sign": lambda given, want: -want,
-    "every value is half of what it should be": lambda given, want: want / 2,
-    "every value is twice what it should be": lambda given, want: 2 * want,
-    "each place has the value of the place before it": lambda given, want: _moved(want, 1),
-    "each place has the value of the place after it": lambda given, want: _moved(want, -1),
-    "the values come in reverse order": lambda given, want: want.flip(-1),
-    "every row is like the first: is the row's number in the index?": lambda given, want: (
-        want[:1].expand(want.shape) if want.dim() > 1 else -want
-    ),
-}
-_OWN: dict[str, dict[str, Guess]] = {
-    "add_bias": {
-        "the bias is not added": lambda given, want: given["x"],
-        "the bias of the row is added, not that of the column": lambda given, want: (
-            given["x"] + given["bias"][torch.arange(len(want)) % want.shape[1], None]
-        ),
-    },
-    "neighbours": {
-        "a thread's own value is not added": lambda given, want: want - given["x"],
-        "the left neighbour is not added": lambda given, want: want - _beside(given["x"], 1),
-        "the right neighbour is not added": lambda given, want: want - _beside(given["x"], -1),
-        "the left neighbour is added twice, and the right one never": lambda given, want: (
-            given["x"] + 2 * _beside(given["x"], 1)
-        ),
-        "the right neighbour is added twice, and the left one never": lambda given, want: (
-            given["x"] + 2 * _beside(given["x"], -1)
-        ),
-        "on the right the neighbour's neighbour is added": lambda given, want: (
-            given["x"] + _beside(given["x"], 1) + _beside(given["x"], -2)
-        ),
-        "on the left the neighbour's neighbour is added": lambda given, want: (
-            given["x"] + _beside(given["x"], 2) + _beside(given["x"], -1)
-        ),
-        "the last place has the first for a neighbour": lambda given, want: (
-            given["x"] + _beside(given["x"], 1) + given["x"].roll(-1, 1)
-        ),
-        "the first place has the last for a neighbour": lambda given, want: (
-            given["x"] + _beside(given["x"], -1) + given["x"].roll(1, 1)
-        ),
-    },
-    "block_sum": {
-        "the last value of a row is missing": lambda given, want: want - given["x"][:, -1],
-        "the first value of a row is missing": lambda given, want: want - given["x"][:, 0],
-        "the second half of a row is missing": lambda given, want: given["x"][:, :32].sum(1),
-        "every second value is missing: is there one fold too few?": lambda given, want: given["x"][:, ::2].sum(1),
-        "a sum goes on from that of the row before": lambda given, want: want.cumsum(0),
-    },
-    "ballot_count": {
-        "zeros are counted, too": lambda given, want: (given["x"] >= 0).sum(1),
-        "all that is not zero is counted": lambda given, want: (given["x"] != 0).sum(1),
-        "the negatives are counted": lambda given, want: (given["x"] < 0).sum(1),
-        "values below 1 do not count: is one kept in an `int`?": lambda given, want: (given["x"] >= 1).sum(1),
-        "these are the votes themselves, a bit a lane: count them with __popc": lambda given, want: (
-            ((given["x"] > 0).long() << torch.arange(given["x"].shape[1])).sum(1).int()
-        ),
-    },
-    "prefix_sum": {
-        "a lane's own value is missing": lambda given, want: want - given["x"],
-        "the sums run from the other end": lambda given, want: given["x"].flip(1).cumsum(1).flip(1),
-        "lanes that have none below them at a distance add as well": lambda given, want: _by_lanes(
-            given["x"], lambda distance: 0
-        ),
-        "a lane just as far up as the distance does not add": lambda given, want: _by_lanes(
-            given["x"], lambda distance: distance + 1
-        ),
-        "the distance 16 is missing": lambda given, want: _by_lanes(given["x"], int, (1, 2, 4, 8)),
-        "the distance 1 is missing": lambda given, want: _by_lanes(given["x"], int, (2, 4, 8, 16)),
-    },
-    "warp_dot": {
-        "these are sums of x: each value is to be multiplied by its w": lambda given, want: given["x"].sum(1),
-        "columns from 32 on are missing: do the lanes go on?": lambda given, want: given["x"][:, :32] @ given["w"][:32],
-        **{
-            f"the distance {by} is missing": lambda given, want, by=by: (given["x"] * given["w"])[
-                :, torch.arange(len(given["w"])) & by == 0
-            ].sum(1)
-            for by in (16, 8, 4, 2, 1)
-        },
-    },
-    "vector_loads": {
-        f"of each four values the {which} is not doubled": lambda given, want, part=part: torch.where(
-            torch.arange(len(want)) % 4 == part, want / 2, want
-        )
-        for part, which in enumerate(("first", "second", "third", "last"))
-    },
-    "neuron_counts": {
-        "the last firing is not counted": lambda given, want: torch.bincount(given["fired"][:-1], minlength=len(want)),
-        "the first firing is not counted": lambda given, want: torch.bincount(given["fired"][1:], minlength=len(want)),
-        "neuron 0 is not counted": lambda given, want: want * (torch.arange(len(want)) > 0),
-    },
-    "gather_rows": {
-        "these are the rows in their order: `index` says which is wanted": lambda given, want: given["table"][
-            : len(want)
-        ],
-    },
-    "gather_multiply": {
-        "these are the first rows of the table: `index` says which are wanted": lambda given, want: (
-            given["values"] @ given["table"][: given["values"].shape[1]]
-        ),
-        "the rows are added without their values": lambda given, want: given["table"][given["index"].long()].sum(1),
-        "the last value of a row is missing": lambda given, want: (
-            want - given["values"][:, -1:] * given["table"][given["index"][:, -1].long()]
-        ),
-        "the last value of a row alone is there: is `sum` set to 0 for each?": lambda given, want: (
-            given["values"][:, -1:] * given["table"][given["index"][:, -1].long()]
-        ),
-    },
-    "two_stages": {
-        "a stage was overwritten before it was read: does the copying warp wait until it is empty?": (
-            lambda given, want: _last_in_stage(given["x"])
-        ),
-        "the last tile is missing": lambda given, want: given["x"][:, :-STAGE].sum(1),
-    },
-    "neuron_lists": {
-        "these are numbers of neurons, and tokens are asked": lambda given, want: given["neuron"].sort()[0],
-    },
-    "pack_words": {
-        "the columns of the second half begin at 0 again": lambda given, want: _words(want, lambda w: w & ~32),
-        "value and column are in each other's half of a word": lambda given, want: _words(
-            want, lambda w: w >> 16 | (w & 0xFFFF) << 16
-        ),
-        "each value stands one place too far on: lanes below are those whose bits are lower": lambda given, want: (
-            _words(want, lambda w: w).index_copy(1, torch.arange(1, 8), _moved(want[:, 1:], 1))
-        ),
-        "the count stops where the words do": lambda given, want: torch.cat([want[:, :1].clamp(max=7), want[:, 1:]], 1),
-        "NaN does not fire, and it should": lambda given, want: torch.cat(
-            [
-                (given["gate"].view(torch.bfloat16).view(-1, TILE) > 0).sum(1, keepdim=True),
-                want[:, 1:] * torch.nan,
-            ],
-            1,
-        ),
-    },
-    "gemm_pack": {
-        "NaN does not fire, and it should": lambda given, want: _counts(want, given["a"] @ given["b"] > 0),
-        "zeros fire, and they should not": lambda given, want: _counts(want, ~(given["a"] @ given["b"] < 0)),
-    },
-    "gemm_tile": {
-        "rows and columns of c are swapped within each tile": lambda given, want: _tiles_turned(want),
-        "rows and columns of b's tiles are swapped": lambda given, want: given["a"] @ _tiles_turned(given["b"]),
-        "rows and columns of a's tiles are swapped": lambda given, want: _tiles_turned(given["a"]) @ given["b"],
-        "only the first tiles along the depth are added": lambda given, want: given["a"][:, :SIDE] @ given["b"][:SIDE],
-        "only the last tiles along the depth are added": lambda given, want: given["a"][:, -SIDE:] @ given["b"][-SIDE:],
-        "the last tiles along the depth are not added": lambda given, want: given["a"][:, :-SIDE] @ given["b"][:-SIDE],
-        "of a the first tile is taken every time": lambda given, want: (
-            given["a"][:, :SIDE].repeat(1, given["a"].shape[1] // SIDE) @ given["b"]
-        ),
-    },
-}
+def counts(want: Tensor, fires: Tensor) -> Tensor:
+    """Packed words with the counts of these tiles, and anything behind them."""
+    return torch.cat([fires.sum(1, keepdim=True), want[:, 1:] * torch.nan], 1)
 
-_OF_WORDS = list(_OWN["pack_words"].items())[1:4]  # those that hold for tiles of any width
-_OWN["gemm_pack"].update(_OF_WORDS)
+
+HELPERS = (moved, beside, tiles_turned, last_in_stage, by_lanes, words, one_on, counts)
+NAMES = {"torch": torch, "SIDE": SIDE, "STAGE": STAGE, "TILE": TILE} | {each.__name__: each for each in HELPERS}
+
+
+@cache
+def _slips() -> dict[str, dict[str, str]]:
+    return tomllib.loads(Path(__file__).with_name("slips.toml").read_text(encoding="utf-8"))
 
 
 def likely(puzzle: str, case: Case, output: str, got: Tensor, code: str = "") -> str:
@@ -230,11 +87,11 @@ def likely(puzzle: str, case: Case, output: str, got: Tensor, code: str = "") ->
     got = got.double().where(~empty, torch.nan)
     if name := _never_set(code):
         return f" `{name}` is added to before it has a value."
-    for words, guess in {**_OWN.get(puzzle, {}), **_OF_ALL}.items():
-        guessed = guess(case.arguments, want).double()
+    for said, expression in (_slips().get(puzzle, {}) | _slips()["all"]).items():
+        guessed = eval(expression, NAMES | case.arguments | {"want": want}).double()  # from our own file
         matters = used & ~guessed.isnan()
         if ((guessed == got) | ~matters).all() and (matters & (guessed != want)).any():
-            return f" {words[0].upper()}{words[1:]}{'' if words.endswith('?') else '.'}"
+            return f" {said[0].upper()}{said[1:]}{'' if said.endswith('?') else '.'}"
     floats = case.wanted[output].is_floating_point()
     if floats and ((got - want).abs() <= 1e-5 * want.abs().max()).all():
         return " Only the last digits are off: each addition rounds. Add in the order of the list."
