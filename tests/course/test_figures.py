@@ -14,7 +14,6 @@ from twell_lab.course import (
     packing,
     puzzles,
     sweep,
-    training,
 )
 from twell_lab.course.backward import figures as backward_figures
 from twell_lab.course.backward import measured
@@ -31,23 +30,13 @@ from twell_lab.course.speedups import figures as speedup_figures
 
 def point(way, model, density, change, where=HERE):
     interval = (change - 1, change + 1) if where == HERE else (None, None)
-    made = {"way": way, "model": model, "what": "w", "density": density, "change": change, "steps": 0, "where": where}
+    made = {"way": way, "model": model, "what": "w", "density": density, "change": change, "where": where}
     return made | dict(zip(("low", "high"), interval))
 
 
 CUTS = [point("cut", "a", 0.1, 1.0), point("cut", "a", 0.01, 20.0), point("convert", "b", 0.2, 2.0)]
-RUNS = {
-    name: {
-        "config": {"d_ff": 100},
-        "mean_nnz": 100 * share,
-        "validation_bits_per_byte": bits,
-        "density": [share] * 2,
-        "history": [{"step": 1, "nnz": 50.0}, {"step": 9, "nnz": 100 * share}],
-    }
-    for name, share, bits in (("no L1", 0.5, 3.0), ("seed", 0.5, 3.1), ("L1", 0.02, 2.9))
-}
 DENSITIES = [
-    {"density": density, "path": path, "x_dense": 2.0, "ms": 1.0, "dense_ms": 2.0}
+    {"density": density, "path": path, "x_dense": 2.0, "dense_ms": 2.0, "where": "yours, now"}
     for path in ("dense", "CSR")
     for density in (0.1, 0.01)
 ]
@@ -84,10 +73,10 @@ SHOWN = {
     "against nnz": (lambda: hopper_figures.against_nnz(everything()), {"TwELL": [1.0, 1.2, 3.0]}),
     "bars": (
         lambda: measure.figures.bars({"dense": [4.0, 4.0, 4.4], "sparse": [1.0, 2.0, 9.0]}, "", base="dense"),
-        {None: [4.0, 2.0]},
+        {"several": [4.0, 2.0]},
     ),
     "against density": (
-        lambda: measure.figures.against_density(DENSITIES, "", []),
+        lambda: measure.figures.against_density(DENSITIES, ""),
         {"CSR, yours, now": [2.0, 2.0]},
     ),
     "versions": (
@@ -95,7 +84,6 @@ SHOWN = {
         {None: [0.9, 0.62, 0.58, 0.56, 0.52, 0.5]},
     ),
     "products": (lambda: sparsity_figures.beside_dense(PRODUCTS), {"CSR": [2.0, 4.0], "ELL": [0.5]}),
-    "runs": (lambda: training.figures.density_against_loss(RUNS, again="seed"), {None: [3.0, 3.1, 2.9]}),
 }
 
 
@@ -138,16 +126,9 @@ def test_a_figure_without_rows_says_so(name):
     assert " is recorded" in " ".join(note.text for note in NOTHING[name]().layout.annotations)
 
 
-@pytest.mark.parametrize(
-    ("draw", "words"),
-    [
-        (lambda: sweep.figures.picked(sweep.recorded().rows, 99), "there are runs 0 to"),
-        (lambda: training.figures.picked_run(RUNS, index=3), "0 to 2"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(draw, words):
-    with pytest.raises(InputError, match=words):
-        draw()
+def test_a_run_that_is_not_there_is_refused():
+    with pytest.raises(InputError, match="there are runs 0 to"):
+        sweep.figures.picked(sweep.recorded().rows, 99)
 
 
 def test_the_recorded_sweep_is_drawn_with_every_run_once():
