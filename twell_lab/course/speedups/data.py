@@ -1,7 +1,7 @@
 """Whole models beside their feed-forward layers, recorded and measured here, and Amdahl's law between the two.
 
-Rows of whole models are those of twell_lab.bench.workloads, and what earlier releases recorded of them; rows of layers
-are those of "inference" and "training" records. Nothing is drawn here."""
+Rows of whole models are those of twell_lab.bench.workloads; rows of layers are those of "inference" and "training"
+records. Nothing is drawn here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ...bench import models, workloads
 from ...bench import rows as timed
 from ...bench.models import PLANNED
 from ...bench.rows import DENSE
-from ...bench.whole import model_name
 from ...core import StackError
 from ...layers.find import feed_forwards
 from ...models.tiny import ModelConfig
-from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, earlier_commit, newest, select
+from ..charts import groups
+from ..recorded import GRAPH, LEAST, LOGNORMAL, newest, select
 
 FORWARD, DECODE, TRAINING = "forward", "decode", "training"
 _KINDS = {"model_forward": FORWARD, "model_decode": DECODE, "model_training": TRAINING, "training": TRAINING}
@@ -34,7 +34,6 @@ WAYS = {
     "compiled": ("dense compiled", ("planned compiled",), "wall_ms"),
     "CUDA graph": ("dense eager (graph)", ("planned for graphs (graph)", "planned (graph)"), "ms"),
 }
-_SPARSE = {path for _, paths, _ in WAYS.values() for path in paths}
 _NEAR = 0.25  # by how much the mean nnz of a layer may differ from that of the model that it stands for
 DRAWN = "drawn Llama"
 # What is timed on the reader's machine: a drawn model, wide enough for its layers to gain something.
@@ -77,37 +76,17 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def recorded() -> list[dict]:
-    """The rows of one recorded model, and of every recorded training step; of equal measurements the newest that timed
-    planned layers. The model is the one with the most parameters, of those whose layers were recorded too, if there are
-    any. Each row gets `step` (FORWARD, DECODE, TRAINING), `model`, `what` and `where`."""
-    found: list[dict] = []
-    taken: set[tuple] = set()
-    known: set[tuple] = set()
-    for record in reversed(records.load_all()):
-        known |= {_size(row) for row in record.rows if _single(row)}
-        rows = [read for row in record.rows if (read := _read(row)) and _same_way(read) not in taken]
-        planned = {_same_way(row) for row in rows if row["path"] in _SPARSE}  # a record may time forced paths alone
-        rows = [row for row in rows if _same_way(row) in planned]
-        earlier = earlier_commit(record) if rows else None
-        found += [row | {"where": f"recorded on {device_and_day(row['device'], record.date, earlier)}"} for row in rows]
-        taken |= set(map(_same_way, rows))
-    speaking = [row for row in found if row["step"] != TRAINING]
-    if not speaking:
-        return found
-    # Of equal ones the first, which is the newest.
-    largest = max(speaking, key=lambda row: (_size(row) in known, row["parameters"]))
-    return [row for row in found if row["step"] == TRAINING or _model(row) == _model(largest)]
+    """The rows of the large drawn model and of a model's training step that were recorded on GPUs; of equal
+    measurements the newest. Each row gets `step` (FORWARD, DECODE, TRAINING), `model`, `what` and `where`."""
+    large = lambda row: row["kind"] in _KINDS and "layers" in row and row["parameters"] > 1e8
+    return [_read(row) for name in ("bench-model", "training") for row in newest(name, "", large)]
 
 
-def _read(row: dict) -> dict | None:
-    """A row of a whole model in the names used here; None for any other row."""
-    if row.get("dense_ms") is None or row["kind"] not in _KINDS or not {"layers", "parameters"} <= row.keys():
-        return None
-    model, _, what = row["workload"].partition(", ")
+def _read(row: dict) -> dict:
+    """A row of a whole model in the names used here."""
+    model, what = DRAWN, row["workload"].partition(", ")[2]
     if row["kind"] == "training":  # which are those of a layer, too
         model, what = f"a model of {row['layers']} layers", f"training step, {row['tokens']:,} tokens"
-    if model in ("Llama", model_name("2B")):  # what two records of the library itself call that model, which is drawn
-        model = DRAWN
     return {"head": True, **row, "step": _KINDS[row["kind"]], "model": model, "what": what}
 
 
@@ -129,17 +108,10 @@ def _same(row: dict) -> tuple:
     return (*_model(row), row["what"], row["head"], f"{row['nnz']:.2g}")
 
 
-def _same_way(row: dict) -> tuple:
-    """Return what is equal in rows that measure the same thing in the same way: as plain calls, compiled or in
-    graphs."""
-    return (*_same(row), GRAPH in row["path"], "compiled" in row["path"])
-
-
 def layers_of(rows: list[dict]) -> list[dict]:
     """Every recorded row of a single layer like those of these models, on their device; of equal ones the newest."""
     sizes = {_size(row) for row in rows}
-    devices = {row["device"] for row in rows}
-    return [row for each in devices for row in newest("", each, lambda row: _single(row) and _size(row) in sizes)]
+    return newest("", "", lambda row: _single(row) and _size(row) in sizes)
 
 
 def _layer(row: dict, layers: list[dict]) -> dict[str, dict]:
@@ -273,16 +245,13 @@ def by_nnz(layers: list[dict], kinds: dict[str, str]) -> list[dict]:
     """Return how many times as fast as the dense layer TwELL, forced, and the planned layer are by the device's time,
     at the number of tokens that was measured at the most nnz: nnz, x, path, of, tokens, where. kinds: name of a panel,
     `of` -> kind of its rows."""
-    nnzs = {
-        tokens: {row["nnz"] for row in layers if row["tokens"] == tokens} for tokens in (r["tokens"] for r in layers)
-    }
+    nnzs = {tokens: {row["nnz"] for row in mine} for tokens, mine in groups(layers, "tokens").items()}
     tokens = max(nnzs, key=lambda tokens: len(nnzs[tokens]), default=None)
     found: dict[tuple, dict] = {}
     for of, kind in kinds.items():
         for row in reversed(select(layers, kind, tokens=tokens)):
             if row["path"] in ("forced twell", "planned"):
-                said = {key: row[key] for key in ("nnz", "path", "tokens", "where")}
-                found[of, row["path"], f"{row['nnz']:.2g}"] = said | {"x": row["x_dense"], "of": of}
+                found[of, row["path"], f"{row['nnz']:.2g}"] = row | {"x": row["x_dense"], "of": of}
     return sorted(found.values(), key=lambda row: row["nnz"])
 
 
@@ -312,36 +281,32 @@ def costs(found: list[dict]) -> list[dict]:
 # ---- this machine ----
 
 
-def yours(device: str, firing: FiringProfile | None = None) -> tuple[list[dict], list[dict]]:
-    """Rows of a drawn model that is planned, checked and timed on this machine, and rows of its layers.
+@torch.no_grad()
+def yours(
+    device: str, firing: FiringProfile | None = None, config: ModelConfig | None = None, seconds: float = 1.5
+) -> tuple[list[dict], list[dict]]:
+    """Rows of a drawn model that is planned, checked and timed on this machine, and rows of its layers: a forward of
+    its context, and a step of decoding behind as many tokens.
 
     device: "cpu" or "cuda". firing: of a model whose neurons those of the drawn one fire like; by default they fire as
-    the paper's. Raises StackError where transformers is missing, or too little memory is there."""
-    try:
-        return measured(_ON_GPU if device == "cuda" else _ON_CPU, device, firing=firing)
-    except RuntimeError as error:
-        raise StackError(f"nothing was timed here: {error}") from None
-
-
-@torch.no_grad()
-def measured(
-    config: ModelConfig, device: str, seconds: float = 1.5, firing: FiringProfile | None = None
-) -> tuple[list[dict], list[dict]]:
-    """As `yours`, for a model of these sizes: a forward of its context, and a step of decoding behind as many tokens.
-    seconds: for how long each is timed on a CPU."""
-    length = config.context
-    how = {"tokens": (length,), "batches": (1,), "cached": length, "device": device, "firing": firing}
-    bench = models.Bench(config, about=DRAWN, **how)
+    the paper's. config: other sizes. seconds: for how long each is timed on a CPU. Raises StackError where transformers
+    is missing, or too little memory is there."""
+    config = config or (_ON_GPU if device == "cuda" else _ON_CPU)
+    how = {"tokens": (config.context,), "batches": (1,), "cached": config.context, "device": device, "firing": firing}
     found: list[dict] = []
     layers: list[dict] = []
-    for key in bench.works:
-        work, _ = bench.work(*key), bench.ready(key[1])
-        clocks = _Beside(bench, work, seconds)
-        found += bench.measure(work, [DENSE, PLANNED], clocks)
-        if work.head:
-            layers += clocks.rows({**found[-1], "kind": "inference", "workload": LOGNORMAL})
+    try:
+        bench = models.Bench(config, about=DRAWN, **how)
+        for key in bench.works:
+            work, _ = bench.work(*key), bench.ready(key[1])
+            clocks = _Beside(bench, work, seconds)
+            found += bench.measure(work, [DENSE, PLANNED], clocks)
+            if work.head:
+                layers += clocks.rows({**found[-1], "kind": "inference", "workload": LOGNORMAL})
+    except RuntimeError as error:
+        raise StackError(f"nothing was timed here: {error}") from None
     where = {"where": f"yours, now, on {found[0]['device']}"}
-    return [row | where for each in found if (row := _read(each))], [row | where for row in layers]
+    return [_read(row) | where for row in found], [row | where for row in layers]
 
 
 class _Beside(workloads.Clocks):

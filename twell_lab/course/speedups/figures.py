@@ -21,6 +21,7 @@ PIECES = {
     "attention, LM head and the rest": {"colour": plots.GREY, "pattern": {"shape": "x"}},
     "waiting for the host": {"colour": plots.FAINT, "marker": {"line": {"color": plots.GREY, "width": 1}}},
 }
+SYMBOLS = {"forward": "circle", "decode": "diamond", "training": "square"}
 _CURVES = (1.5, 2, 3, math.inf)  # times as fast, for which Amdahl's law is drawn
 _ROW = 26  # pixels of a line of a horizontal figure
 
@@ -59,20 +60,18 @@ def law(found: list[dict], own: list[dict] = ()) -> go.Figure:
     known = [step for step in (*found, *own) if step["share"]]
     if not known:
         return nothing(title)
-    figure, shares = go.Figure(), [i / 100 for i in range(86)]
-    top = max(2.0, 1.15 * max(max(step["predicted"], step["high"]) for step in known))
+    figure, top = go.Figure(), max(2.0, 1.15 * max(max(step["predicted"], step["high"]) for step in known))
     for times in _CURVES:
-        points = [{"share": 100 * share, "x": amdahl(share, times)} for share in shares]
-        look = {"dash": "solid" if times == math.inf else "dot", "colour": plots.GREY, "width": 1}
-        lines(figure, points, "share", "x", lambda _: None, looks={None: look}, mode="lines", showlegend=False)
+        points = [{"share": share, "x": amdahl(share / 100, times)} for share in range(86)]
+        look = {"dash": "solid" if times == math.inf else "dot", "colour": plots.GREY, "width": 1, "mode": "lines"}
+        lines(figure, points, "share", "x", lambda _: None, looks={None: look}, showlegend=False)
         end = next((point for point in points if point["x"] > 0.97 * top), points[-1])  # where it leaves the figure
         name = "no time" if times == math.inf else f"{times:g}x"
         say(figure, end["share"], min(end["x"], 0.97 * top), name, "left", 11, xshift=4, bgcolor="white", borderpad=1)
-    symbols = {"forward": "circle", "decode": "diamond", "training": "square"}
     for step in known:
         mine, colour = step in own, WAYS[step["how"]]["colour"]
         name = f"{step['step']}, {step['how']}" + ", yours, now" * mine
-        marker = {"symbol": [symbols[step["step"]] + "-open" * mine, "line-ew-open"], "size": [13 if mine else 10, 10]}
+        marker = {"symbol": [SYMBOLS[step["step"]] + "-open" * mine, "line-ew-open"], "size": [13 if mine else 10, 10]}
         look = {"colour": colour, "width": 1, "marker": marker | {"opacity": 1, "line": {"width": 2, "color": colour}}}
         ends = [{"share": 100 * step["share"], "x": step[key]} for key in ("x", "predicted")]
         said = lambda end, step=step: f"{step['name']}: {end['x']:.2f}x at {end['share']:.0f}%"
