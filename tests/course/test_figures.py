@@ -6,7 +6,6 @@ import torch
 from tests.course.backward import test_measured as steps
 from tests.course.recorded_rows import everything, gates
 from tests.course.sparsity_map.test_sparsity_map import ROWS as PRODUCTS
-from twell_lab.core import InputError
 from twell_lab.course import (
     clocks,
     conversion,
@@ -17,7 +16,6 @@ from twell_lab.course import (
 )
 from twell_lab.course.backward import figures as backward_figures
 from twell_lab.course.backward import measured
-from twell_lab.course.choosing import figures as choosing_figures
 from twell_lab.course.conversion.data import HERE
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.hopper import figures as hopper_figures
@@ -101,9 +99,6 @@ NOTHING = {
     "steps": lambda: backward_figures.steps([]),
     "paths": lambda: backward_figures.paths([]),
     "models": lambda: backward_figures.models([]),
-    "micro-tiles": lambda: choosing_figures.products([]),
-    "firing": lambda: choosing_figures.firing(torch.ones(4), None),
-    "winners": lambda: choosing_figures.winners([]),
     "parts": lambda: hopper_figures.parts([]),
     "against nnz": lambda: hopper_figures.against_nnz([]),
     "cells": lambda: hopper_figures.loss_map([]),
@@ -114,21 +109,12 @@ NOTHING = {
     "beside layers": lambda: speedup_figures.beside_layers([]),
     "law": lambda: speedup_figures.law([]),
     "pieces": lambda: speedup_figures.pieces([]),
-    "times": lambda: speedup_figures.times([]),
-    "tokens": lambda: speedup_figures.by_tokens([]),
-    "nnz": lambda: speedup_figures.by_nnz([]),
-    "costs": lambda: speedup_figures.costs([]),
 }
 
 
 @pytest.mark.parametrize("name", NOTHING)
 def test_a_figure_without_rows_says_so(name):
     assert " is recorded" in " ".join(note.text for note in NOTHING[name]().layout.annotations)
-
-
-def test_a_run_that_is_not_there_is_refused():
-    with pytest.raises(InputError, match="there are runs 0 to"):
-        sweep.figures.picked(sweep.recorded().rows, 99)
 
 
 def test_the_recorded_sweep_is_drawn_with_every_run_once():

@@ -104,38 +104,23 @@ def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_mod
         assert {step["share"] for step in speedups.steps(rows, speedups.layers_of(rows))} == {None}
 
 
-# ---- where a layer's gain stops, memory, energy ----
-
-
-def test_a_layer_by_tokens_and_by_nnz():
-    many = [{**row, "tokens": 64, "where": "w"} for row in LAYER] + [{**row, "where": "w"} for row in LAYER]
-    found = speedups.by_tokens([row | {"nnz": 29.0} for row in many])
-    assert [(row["tokens"], row["how"], row["x"]) for row in found] == [
-        (tokens, how, 2.0) for tokens in (1, 64) for how in ("eager", "CUDA graph")
-    ]
-    layers = [of_layer("forced twell", ms, tokens=64, nnz=nnz) for nnz, ms in ((60.0, 2.0), (8.0, 0.5))]
-    layers = [row | {"where": "w"} for row in (*layers, of_layer("forced twell", 0.25, tokens=1))]
-    found = speedups.by_nnz(layers, {"forward": "inference", "training": "training"})
-    assert [(row["of"], row["tokens"], row["nnz"], row["x"]) for row in found] == [
-        ("forward", 64, 8.0, 2.0),
-        ("forward", 64, 60.0, 0.5),
-    ]
-
-
 # ---- this machine ----
 
 
-def test_a_model_and_its_layers_are_timed_here():
+def test_a_model_is_timed_here():
     pytest.importorskip("transformers")
     config = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=128, context=16)
-    rows, layers = speedups.yours("cpu", config=config, seconds=0.01)
-    forward, decode = speedups.steps(rows, layers)
+    rows = speedups.yours("cpu", config=config, seconds=0.01)
     assert {row["head"] for row in rows} == {True, False} and {row["where"] for row in rows} == {"yours, now, on CPU"}
-    assert {row["together"] for row in layers} == {2} and {row["tokens"] for row in layers} == {1, 16}
-    for step in (forward, decode):
-        assert 0 < step["share"] <= 1 and step["dense_ms"] == step["dense"]["wall_ms"]
-    parts = speedups.pieces(rows, layers)
-    assert len({(part["what"], part["path"]) for part in parts}) == 4
+    for step in speedups.steps(rows, []):
+        assert step["dense_ms"] == step["dense"]["wall_ms"] and step["low"] <= step["x"] <= step["high"]
+
+
+def test_the_pieces_of_a_call_are_all_of_it(kept):
+    parts = speedups.pieces(*kept)
+    assert {(part["what"], part["path"]) for part in parts} == {
+        ("decode step, batch 1", path) for path in ("dense eager", "planned")
+    }
     assert sum(part["ms"] for part in parts) == pytest.approx(sum({part["whole"] for part in parts}))
 
 
@@ -146,7 +131,7 @@ def test_a_drawn_model_fires_like_the_one_that_was_profiled():
         LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=64, context=16)), [torch.randint(256, (8, 16))]
     )
     config = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=128, context=16)
-    rows, _ = speedups.yours("cpu", firing, config, seconds=0.01)
+    rows = speedups.yours("cpu", firing, config, seconds=0.01)
     assert rows[0]["nnz"] / 128 == pytest.approx(
         firing.layers[0].density, rel=0.2
     )  # half of them, not the paper's 0.5%

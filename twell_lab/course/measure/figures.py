@@ -8,7 +8,7 @@ from ... import plots
 from ...ops.clock import quartiles
 from .. import charts
 from ..charts import groups
-from ..drawing import say, squares
+from ..drawing import say
 from .data import ms
 
 LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE, "ELL": plots.BLUE}
@@ -50,18 +50,10 @@ def bars(
 
 
 def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
-    """One token's neurons as a grid of dots, the firing ones orange. fires: a truth value for each neuron."""
-    down = -(-len(fires) // across)
-    cells = [[None] * across for _ in range(down)]
-    for i, on in enumerate(fires):
-        cells[i // across][i % across] = int(on)
-    looks = {"xgap": 1, "ygap": 1, "hovertemplate": "neuron %{y} + %{x}<extra></extra>"}
-    y = [line * across for line in range(down)]
-    figure = squares(go.Figure(), cells, ("#EDEDED", plots.RED), y=y, **looks)
-    figure.update_xaxes(visible=False)
-    figure.update_yaxes(visible=False, autorange="reversed")
+    """Draw one token's neurons as a grid of dots, the firing ones orange. fires: a truth value for each neuron."""
+    cells = [[int(on) for on in fires[at : at + across]] for at in range(0, len(fires), across)]
     title = f"One token: {sum(map(bool, fires))} of {len(fires):,} neurons fire (orange)"
-    return plots.styled(figure, title, height=80 + 6 * down).update_layout(margin={"t": 46, "b": 14, "l": 14})
+    return charts.grids({"": cells}, ("#EDEDED", plots.RED), title, 20 + 6 * len(cells), across=1, xgap=1, ygap=1)
 
 
 def against_density(rows: list[dict], title: str) -> go.Figure:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ..charts import MARKS, bars, finish, grids, groups, lines, one
+from ..charts import MARKS, bars, finish, groups, lines, one
 from ..drawing import nothing, squares
 from .data import BLOCK_SIZES, FORMATS, products
 
@@ -17,13 +17,6 @@ TICKS = (0.5, 0.25, 0.1, 0.05, 0.01, 0.001)  # densities
 SILENT, KEPT = "#F2F2F2", plots.BLUE
 IN_THE_WAY = ["fours", *(f"blocks {size}" for size in BLOCK_SIZES), "error"]
 TIMES = "times as fast as dense"
-
-
-def patterns(masks: dict) -> go.Figure:
-    """Draw where a matrix is not zero, pattern by pattern. masks: bool [rows, columns] by the pattern's name."""
-    squares = {name: mask.int().tolist() for name, mask in masks.items()}
-    figure = grids(squares, (SILENT, KEPT), "Blue: a value. Grey: a zero", 170, across=len(masks))
-    return figure.update_xaxes(constrain="domain").update_yaxes(scaleanchor="x")
 
 
 def beside_dense(rows: list[dict]) -> go.Figure:
@@ -34,15 +27,6 @@ def beside_dense(rows: list[dict]) -> go.Figure:
     best = max(timed, key=lambda row: row["x_dense"])
     title = f"{1 - best['density']:.0%} zeros: at most {best['x_dense']:.2g} times as fast"
     return finish(figure, title, timed, 300, y=TIMES, also=["no bar: not timed"])
-
-
-def loss_by_sparsity(rows: list[dict]) -> go.Figure:
-    """Draw how much more a model's loss is, in percent, over the share of weights that became zero, a line a way."""
-    percent = {key: lambda row, key=key: 100 * row[key] for key in ("sparsity", "more")}
-    said = lambda row: f"{row['method']}, {row['sparsity']:.0%} zeros: {row['more']:+.1%} loss"
-    figure = lines(go.Figure(), rows, percent["sparsity"], percent["more"], "method", hover=said)
-    axes = {"x": "weights of the feed-forward layers that became zero, %", "y": "more loss, %"}
-    return finish(figure, "Pruned once, not trained again", height=300, **axes)
 
 
 def after_training(rows: list[dict]) -> go.Figure:

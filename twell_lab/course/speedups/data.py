@@ -5,24 +5,19 @@ records. Nothing is drawn here."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from statistics import quantiles
 
 import torch
-from torch import Tensor, nn
 
 from ... import records
 from ...analysis.profile import FiringProfile
 from ...bench import models, workloads
-from ...bench import rows as timed
 from ...bench.models import PLANNED
 from ...bench.rows import DENSE
 from ...core import StackError
-from ...layers.find import feed_forwards
 from ...models.tiny import ModelConfig
-from ..charts import groups
 from ..recorded import GRAPH, LEAST, LOGNORMAL, newest, select
 
 FORWARD, DECODE, TRAINING = "forward", "decode", "training"
@@ -39,7 +34,6 @@ DRAWN = "drawn Llama"
 # What is timed on the reader's machine: a drawn model, wide enough for its layers to gain something.
 _ON_GPU = ModelConfig(vocabulary=32768, d_model=2048, layers=8, heads=16, d_ff=5632, context=2048)
 _ON_CPU = ModelConfig(vocabulary=2048, d_model=512, layers=2, heads=8, d_ff=2048, context=32)
-_LAYERS = "layers: "  # before the names of calls of all layers by themselves
 
 
 # ---- Amdahl's law ----
@@ -117,16 +111,11 @@ def layers_of(rows: list[dict]) -> list[dict]:
 def _layer(row: dict, layers: list[dict]) -> dict[str, dict]:
     """The rows of the layer that stands for those of a model's row, by path: of the same sizes and as many tokens, and
     nearest in nnz; {} where there is none."""
-    kind = "training" if row["step"] == TRAINING else "inference"
-    near = [
-        each
-        for each in select(layers, kind, tokens=row["tokens"])
-        if _size(each) == _size(row) and abs(each["nnz"] - row["nnz"]) <= _NEAR * row["nnz"]
-    ]
-    if not near:
-        return {}
-    best = min(near, key=lambda each: abs(each["nnz"] - row["nnz"]))
-    return {each["path"]: each for each in near if (each["nnz"], each["where"]) == (best["nnz"], best["where"])}
+    kind, off = "training" if row["step"] == TRAINING else "inference", lambda other: abs(other["nnz"] - row["nnz"])
+    same = [other for other in select(layers, kind, tokens=row["tokens"]) if _size(other) == _size(row)]
+    near = sorted((other for other in same if off(other) <= _NEAR * row["nnz"]), key=off)
+    best = [other for other in near if (other["nnz"], other["where"]) == (near[0]["nnz"], near[0]["where"])]
+    return {other["path"]: other for other in best}
 
 
 def steps(rows: list[dict], layers: list[dict]) -> list[dict]:
@@ -160,7 +149,7 @@ def _step(how: str, dense: dict, ours: dict, layer: list[dict], clock: str) -> d
     step |= {"x": x, "low": min(low, x), "high": max(high, x)}
     step |= dict.fromkeys(("share", "layer_x", "predicted", "why"))
     if layer:
-        alone = dense["layers"] / layer[0].get("together", 1) * layer[0][clock]
+        alone = dense["layers"] * layer[0][clock]
         share, layer_x = min(1.0, alone / dense[clock]), _times(layer[0], layer[1], clock)[1]
         step |= {"share": share, "layer_x": layer_x, "predicted": amdahl(share, layer_x)}
         waits = [row["wall_ms"] - _device_ms(row) if clock == "wall_ms" else 0.0 for row in (dense, ours)]
@@ -208,7 +197,7 @@ def pieces(rows: list[dict], layers: list[dict]) -> list[dict]:
         without = [other for other in rows if not other["head"] and same(other) == same(row)]
         device = _device_ms(row)
         head = max(0.0, device - _device_ms(without[0])) if without else 0.0
-        own = min(row["layers"] / layer.get("together", 1) * layer["ms"], device - head)
+        own = min(row["layers"] * layer["ms"], device - head)
         rest = "attention, norms and the rest" if without else "attention, LM head and the rest"
         parts = {"feed-forward layers": own, "LM head": head, rest: device - head - own}
         parts |= {"waiting for the host": row["wall_ms"] - device}
@@ -223,123 +212,27 @@ def _device_ms(row: dict) -> float:
     return min(row["wall_ms"], row.get("gpu_ms", row["ms"]))
 
 
-# ---- layers: by tokens and by nnz ----
-
-
-def by_tokens(layers: list[dict], nnz: float = 29) -> list[dict]:
-    """Return how many times as fast a planned layer is in each way, by the number of tokens: how, tokens, x, where."""
-    found = []
-    here = [row for row in select(layers) if abs(row["nnz"] - nnz) <= _NEAR * nnz]
-    for tokens in sorted({row["tokens"] for row in here}):
-        at = {row["path"]: row for row in reversed(here) if row["tokens"] == tokens}
-        for how, (dense, sparse, clock) in WAYS.items():
-            ours = next((at[path] for path in sparse if path in at), None)
-            if ours and dense in at and clock in ours and at[dense]["where"] == ours["where"]:
-                found.append(
-                    {"how": how, "tokens": tokens, "x": at[dense][clock] / ours[clock], "where": ours["where"]}
-                )
-    return found
-
-
-def by_nnz(layers: list[dict], kinds: dict[str, str]) -> list[dict]:
-    """Return how many times as fast as the dense layer TwELL, forced, and the planned layer are by the device's time,
-    at the number of tokens that was measured at the most nnz: nnz, x, path, of, tokens, where. kinds: name of a panel,
-    `of` -> kind of its rows."""
-    nnzs = {tokens: {row["nnz"] for row in mine} for tokens, mine in groups(layers, "tokens").items()}
-    tokens = max(nnzs, key=lambda tokens: len(nnzs[tokens]), default=None)
-    found: dict[tuple, dict] = {}
-    for of, kind in kinds.items():
-        for row in reversed(select(layers, kind, tokens=tokens)):
-            if row["path"] in ("forced twell", "planned"):
-                found[of, row["path"], f"{row['nnz']:.2g}"] = row | {"x": row["x_dense"], "of": of}
-    return sorted(found.values(), key=lambda row: row["nnz"])
-
-
-# ---- memory and energy ----
-
-
-def costs(found: list[dict]) -> list[dict]:
-    """Return what planned models cost in percent of dense ones, where recorded: what, of (time, weights, peak memory,
-    energy), percent, dense and ours with their unit, where. found: `steps`."""
-    keys = {
-        "weights": ("weight_bytes", "MiB"),
-        "peak memory": ("peak_bytes", "MiB"),
-        "energy": ("mj_per_token", "mJ a token"),
-    }
-    rows = []
-    for step in found:
-        values = {"time": (step["dense_ms"], step["ours_ms"], "ms")}
-        values |= {of: (step["dense"].get(key), step["ours"].get(key), unit) for of, (key, unit) in keys.items()}
-        for of, (dense, ours, unit) in values.items():
-            if dense and ours:
-                scale = 2**-20 if unit == "MiB" else 1.0
-                row = {"what": step["name"], "of": of, "where": step["where"], "percent": 100 * ours / dense}
-                rows.append(row | {"dense": scale * dense, "ours": scale * ours, "unit": unit})
-    return rows
-
-
 # ---- this machine ----
 
 
 @torch.no_grad()
 def yours(
     device: str, firing: FiringProfile | None = None, config: ModelConfig | None = None, seconds: float = 1.5
-) -> tuple[list[dict], list[dict]]:
-    """Rows of a drawn model that is planned, checked and timed on this machine, and rows of its layers: a forward of
-    its context, and a step of decoding behind as many tokens.
+) -> list[dict]:
+    """Rows of a drawn model that is planned, checked and timed on this machine: a forward of its context, and a step of
+    decoding behind as many tokens.
 
     device: "cpu" or "cuda". firing: of a model whose neurons those of the drawn one fire like; by default they fire as
     the paper's. config: other sizes. seconds: for how long each is timed on a CPU. Raises StackError where transformers
     is missing, or too little memory is there."""
     config = config or (_ON_GPU if device == "cuda" else _ON_CPU)
     how = {"tokens": (config.context,), "batches": (1,), "cached": config.context, "device": device, "firing": firing}
-    found: list[dict] = []
-    layers: list[dict] = []
     try:
         bench = models.Bench(config, about=DRAWN, **how)
+        found: list[dict] = []
         for key in bench.works:
             work, _ = bench.work(*key), bench.ready(key[1])
-            clocks = _Beside(bench, work, seconds)
-            found += bench.measure(work, [DENSE, PLANNED], clocks)
-            if work.head:
-                layers += clocks.rows({**found[-1], "kind": "inference", "workload": LOGNORMAL})
+            found += bench.measure(work, [DENSE, PLANNED], workloads.Clocks(bench.tokens.device, seconds))
     except RuntimeError as error:
         raise StackError(f"nothing was timed here: {error}") from None
-    where = {"where": f"yours, now, on {found[0]['device']}"}
-    return [_read(row) | where for row in found], [row | where for row in layers]
-
-
-class _Beside(workloads.Clocks):
-    """Clocks of a model that time its feed-forward layers too, on what enters them, one after another: in the same
-    turns, so that what disturbs the one disturbs the other."""
-
-    def __init__(self, bench: models.Bench, work: workloads.Workload, seconds: float) -> None:
-        super().__init__(bench.tokens.device, seconds)
-        entered: list[Tensor] = []
-        hooks = [
-            each.module.register_forward_pre_hook(lambda _, given: entered.append(given[0])) for each in bench.layers
-        ]
-        work.makes(bench.dense, False)(0)
-        for hook in hooks:
-            hook.remove()
-        self.calls = {
-            f"{_LAYERS}{path}": functools.partial(_through, [(each.module, x) for each, x in zip(layers, entered)])
-            for path in (DENSE, PLANNED)
-            for layers in [feed_forwards(bench.model_of(path).model)]
-        }
-
-    def time(self, calls, tokens, label, left_out, captured=True):
-        taken = super().time({**calls, **self.calls}, tokens, label, left_out, captured)
-        own = [name for name in taken[0] if name.startswith(_LAYERS)]
-        self.taken = [{name.removeprefix(_LAYERS): each.pop(name) for name in own if name in each} for each in taken]
-        return taken
-
-    def rows(self, like: dict) -> list[dict]:
-        """Rows of all layers together, with the sizes of a model's row."""
-        keys = ("kind", "workload", "device", "dtype", "tokens", "d_model", "d_ff", "gated", "nnz")
-        shared = {key: like[key] for key in keys} | {"together": like["layers"]}
-        return timed.table(shared, self.taken[0], None, self.taken[1])
-
-
-def _through(pairs: list[tuple[nn.Module, Tensor]], turn: int) -> Tensor:
-    return [layer(x) for layer, x in pairs][-1]
+    return [_read(row) | {"where": f"yours, now, on {row['device']}"} for row in found]

@@ -14,7 +14,6 @@ from plotly.subplots import make_subplots
 from ... import plots
 from ...training.sweep import cost, pressed, seed_spread, twin
 from ..charts import bars, finish, lines
-from ..drawing import row_at
 from .data import renewed
 
 LIGHT = "#C8C8C8"
@@ -43,7 +42,7 @@ def loss_against_nnz(rows: list[dict], where: str) -> go.Figure:
     loss, spread, d_ff = base[LOSS], seed_spread(rows) or 0.0, base["config"]["d_ff"]
     figure = go.Figure()
     band = {"annotation_text": "within what another seed does", "annotation_position": "top right", "layer": "below"}
-    figure.add_hrect((1 - spread) * loss, (1 + spread) * loss, fillcolor=plots.FAINT, line_width=0, **band)
+    figure.add_hrect(y0=(1 - spread) * loss, y1=(1 + spread) * loss, fillcolor=plots.FAINT, line_width=0, **band)
     names = {"text": [short(row).removeprefix("L1 ") for row in runs], "textposition": "top left", "cliponaxis": False}
     by_l1 = names | {"colour": plots.BLUE, "size": 10, "symbol": "circle", "mode": "lines+markers+text"}
     lines(figure, runs, _nnz, LOSS, lambda row: "by L1", hover=_hover(rows), looks={"by L1": by_l1})
@@ -95,7 +94,7 @@ def picked(rows: list[dict], index: int = 0, where: str = "") -> go.Figure:
 def pick(figure: go.Figure, rows: list[dict], index: int, where: str = "") -> None:
     """Pick another run in a figure that `picked` made (a FigureWidget of it too)."""
     runs = pressed(rows)
-    row = row_at(runs, index)
+    row = runs[index]
     points, *during, layers = figure.data
     points.marker.color = [plots.BLUE if number == index else LIGHT for number in range(len(runs))]
     points.marker.size = [14 if number == index else 8 for number in range(len(runs))]
