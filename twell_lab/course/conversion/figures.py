@@ -16,6 +16,7 @@ LOOKS = {
     "train": {"colour": plots.BLUE, "symbol": "diamond"},
 }
 DASHES = ("solid", "dot", "dash")
+TICKS = (0.1, 0.2, 0.3, 0.5, 1, 2, 3, 4, 5, 7, 10, 20, 30, 50, 100)  # percent of neurons
 TOP = 12.0  # percent: points above are said in the title, not drawn
 
 
@@ -49,7 +50,7 @@ def picture(points: Sequence[dict], title: str = "Three ways to few neurons, and
     told = ["filled: measured here"] * bool(sources) + [f"open: {where}" for where in sorted(sources)]
     told += [f"not drawn: {above} above {TOP:g}%"] * (above > 0)
     axes = {"x": "neurons that fire for a token, %", "y": "change of the loss, %"}
-    figure = finish(figure, title, height=360, also=told, log_x=(0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100), **axes)
+    figure = finish(figure, title, height=360, also=told, log_x=TICKS, **axes)
     return figure.update_xaxes(autorange="reversed").update_yaxes(range=[-1.5, TOP])
 
 
