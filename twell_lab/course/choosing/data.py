@@ -239,15 +239,14 @@ def recorded_map() -> list[dict]:
     """Rows as of `map_rows` of "inference" records on the GPU that figures tell of (records.TOLD), of layers of 2048 x
     5632 with drawn firing rates: dense, packed, and hot and cold, each with `hot`, the neurons computed densely."""
     layer = {"kind": "inference", "d_model": 2048, "d_ff": 5632, "workload": LOGNORMAL, "gated": True}
-    made = []
+    known, made = {"dense eager": (DENSE, 5632), "forced twell": (PACKED, 0)}, []
     for row in newest("inference", records.TOLD, lambda row: {**row, **layer} == row):
-        methods_of = {"dense eager": (DENSE, row["d_ff"]), "forced twell": (PACKED, 0)}
-        if row["path"].startswith("forced hot_cold ") and row["path"][16:].isdigit():
-            methods_of[row["path"]] = SPLIT, int(row["path"][16:])
-        if row["path"] in methods_of:
-            method, hot = methods_of[row["path"]]
+        hot = row["path"].removeprefix("forced hot_cold ")
+        method = (SPLIT, int(hot)) if hot.isdigit() else known.get(row["path"])
+        if method:
             said = {key: row[key] for key in ("tokens", "d_ff", "ms", "x_dense", "where")}
-            made.append({**said, "method": method, "share": row["nnz"] / row["d_ff"], "hot": hot, "exact": True})
+            said |= {"method": method[0], "hot": method[1]}
+            made.append({**said, "share": row["nnz"] / row["d_ff"], "exact": True})
     return made
 
 
