@@ -1,9 +1,8 @@
-"""Plotly figures, made of rows and numbers alone, and the plain numbers they draw. May import formats and core.
+"""Plotly figures of what the library returns (a FiringProfile, a TwELL), and the plain numbers they draw. May import
+formats and core.
 
-Arguments are what the library returns (a FiringProfile, TrainResults, a TwELL, rows of records), or the same as dicts
-and lists read back from JSON, so that a figure can be drawn on a machine without torch. Recorded measurements are
-always called "recorded on <device>, <date>", and the reader's own "yours, now". Each function that draws returns a
-plotly `Figure`, and raises StackError where plotly is missing; nothing else here needs it.
+Each function that draws returns a plotly `Figure`, and raises StackError where plotly is missing; nothing else here
+needs it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -119,61 +118,17 @@ def apart(heights: list[float], least: float) -> list[float]:
 # ---- figures ----
 
 
-def training_curves(results: Mapping[str, object]) -> Figure:
-    """Draw loss and firing during training, one colour for each run.
-
-    Left: bits per byte, training as a thin line, held-out text as dots. Right: neurons that fire for a token,
-    in percent of d_ff. results: label of each run -> its TrainResult, or summary() of that.
-    """
-    figure = _figure(rows=1, cols=2, horizontal_spacing=0.12)
-    for colour, (label, result) in zip(COLOURS, results.items(), strict=False):
-        history, width = _get(result, "history"), _get(_get(result, "config"), "d_ff")
-        seen = [row for row in history if row.get("val_bits_per_byte") is not None]
-        for col, points, y, look in (
-            (1, history, [row["ce"] / math.log(2) for row in history], {"opacity": 0.4, "name": f"{label}, training"}),
-            (1, seen, [row["val_bits_per_byte"] for row in seen], {"marker": {"size": 7}}),
-            (2, history, [100 * row["nnz"] / width for row in history], {}),
-        ):
-            figure.add_scatter(
-                x=[row["step"] for row in points],
-                y=y,
-                row=1,
-                col=col,
-                mode="lines+markers" if points is seen else "lines",
-                line={"color": colour, "width": 1} if "opacity" in look else {"color": colour},
-                showlegend=points is seen,
-                legendgroup=label,
-                hovertemplate="step %{x}: %{y:.3g}",
-                **{"name": label, **look},
-            )
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text="bits per byte", row=1, col=1)
-    figure.update_yaxes(title_text=_FIRING, rangemode="tozero", row=1, col=2)
-    return styled(figure, "Training: loss (dots: held-out text) and firing", height=380)
-
-
-def firing_by_layer(profile, without=None) -> Figure:
-    """Draw how many neurons fire in each layer: mean share, and the span that holds the middle 90% of tokens.
-
-    profile: a FiringProfile, or its layers as dicts; InputError for one without layers. without: the densities (0 to
-    1) of the layers of the model trained without L1, to be drawn beside."""
-    layers = _layers(profile)
-    mean = [100 * _get(layer, "density") for layer in layers]
-    before = [100 * density for density in without or []]
-    ends = [[100 * n / _get(layer, "d_ff") for n in percentiles(_get(layer, "nnz_histogram"))] for layer in layers]
+def firing_by_layer(profile) -> Figure:
+    """Draw how many neurons fire in each layer of a FiringProfile: mean share, and the span that holds the middle 90%
+    of tokens."""
+    mean = [100 * layer.density for layer in profile.layers]
+    ends = [[100 * n / layer.d_ff for n in percentiles(layer.nnz_histogram)] for layer in profile.layers]
     # The figures stand below the bars: above them they would collide with the whiskers.
-    names = [f"{name}<br>" for name in layer_names([_get(layer, "name") for layer in layers])]
+    names = layer_names([layer.name for layer in profile.layers])
     figure = _figure()
-    if without is not None:
-        names = [f"{name}{_percent(density)} to " for name, density in zip(names, before, strict=True)]
-    names = [name + _percent(density) for name, density in zip(names, mean, strict=True)]
-    if without is not None:
-        hover = "%{y:.2f}% without L1<extra></extra>"
-        figure.add_bar(x=names, y=before, name="without L1", marker_color=GREY, hovertemplate=hover)
     figure.add_bar(
-        x=names,
+        x=[f"{name}<br>{here:.0f}%" if here >= 9.5 else f"{name}<br>{here:.1f}%" for name, here in zip(names, mean)],
         y=mean,
-        name="with L1" if without is not None else "",
         marker_color=BLUE,
         error_y={
             # With a heavy tail the mean can lie above the 95th percentile: then the whisker has length 0.
@@ -183,7 +138,6 @@ def firing_by_layer(profile, without=None) -> Figure:
             "thickness": 1,
             "width": 4,
         },
-        showlegend=without is not None,
         hovertemplate="%{y:.2f}%<extra></extra>",
     )
     figure.update_yaxes(title_text=_FIRING, rangemode="tozero")
@@ -191,20 +145,15 @@ def firing_by_layer(profile, without=None) -> Figure:
     return styled(figure, "Share of neurons that fire (whiskers: the middle 90% of tokens)")
 
 
-def firing_by_position(profile, names: list[str] | None = None) -> Figure:
+def firing_by_position(profile) -> Figure:
     """Draw the share of neurons that fire at the first tokens of a sequence and at later ones: all layers together as a
-    thick line, each layer as a thin one with its name at its end.
-
-    profile: a FiringProfile, or the rows of its by_position(); InputError where no position is known. names: of the
-    layers; those of the profile, unless given."""
-    rows = profile if isinstance(profile, list) else profile.by_position()
+    thick line, each layer as a thin one with its name at its end. InputError for a FiringProfile in which no position
+    is known."""
+    rows, names = profile.by_position(), layer_names([layer.name for layer in profile.layers])
     if not rows:
         raise InputError(
             "no position of a token is known in this profile; accepted: one made from token ids or sequences"
         )
-    if names is None:
-        numbered = [f"layer {number}" for number in range(len(rows[0]["layers"]))]
-        names = numbered if isinstance(profile, list) else layer_names([layer.name for layer in profile.layers])
     until = lambda row: f"-{row['last']}" if row["last"] else " on"
     places = [f"{row['first']}" + ("" if row["last"] == row["first"] else until(row)) for row in rows]
     figure = _figure()
@@ -247,12 +196,11 @@ def firing_by_position(profile, names: list[str] | None = None) -> Figure:
 def neuron_frequency(profile, layer: int = 0) -> Figure:
     """Draw on which share of the tokens each neuron of one layer fires, most used first, and how many never fire.
 
-    profile: a FiringProfile, or its layers as dicts. layer: which of them, from 0; InputError for one that is not
-    there."""
-    layers = _layers(profile)
+    profile: a FiringProfile. layer: which of its layers, from 0; InputError for one that is not there."""
+    layers = profile.layers
     if not 0 <= layer < len(layers):
         raise InputError(f"layer is {layer!r}; this profile has layers 0 to {len(layers) - 1}")
-    values = sorted((100 * float(value) for value in _get(layers[layer], "neuron_frequency")), reverse=True)
+    values = sorted((100 * float(value) for value in layers[layer].neuron_frequency), reverse=True)
     alive = [value for value in values if value > 0]
     numbers, hover = list(range(1, len(alive) + 1)), "neuron %{x}: %{y:.3g}% of tokens"
     figure = _figure()
@@ -271,16 +219,14 @@ def neuron_frequency(profile, layer: int = 0) -> Figure:
         figure.add_annotation(
             text=text, align="right", x=len(values), xanchor="right", y=0.97, yref="paper", showarrow=False
         )
-    name = layer_names([_get(one, "name") for one in layers])[layer]
+    name = layer_names([one.name for one in layers])[layer]
     return styled(figure, f"How often each neuron fires: {name}")
 
 
 def packed_tile(twell, row: int = 0, tile: int = 0) -> Figure:
-    """Draw one tile before and after packing: its columns above, its words below (a count, then the values).
-
-    twell: a formats.TwELL, or the dict that `tile_of` made of one, which holds row and tile. row, tile: which tile of a
-    TwELL, from 0; InputError for one that is not there."""
-    at = twell if isinstance(twell, Mapping) else tile_of(twell, row, tile)
+    """Draw one tile of a formats.TwELL before and after packing: its columns above, its words below (a count, then the
+    values). row, tile: which, from 0; InputError for one that is not there."""
+    at = tile_of(twell, row, tile)
     entries = [decode(word, at["dtype"]) for word in at["words"][1:]]
     across, down = 32, -(-at["width"] // 32)
     a_line = 16 if at["slots"] > 15 else 8
@@ -333,46 +279,6 @@ def packed_tile(twell, row: int = 0, tile: int = 0) -> Figure:
     return styled(figure, title, height=110 + above + gap + below).update_layout(margin_b=20)
 
 
-def speedups(rows: list[dict], recorded: list[dict] | None = None, mine: str = "yours, now") -> Figure:
-    """Draw how many times as fast as torch's dense layer (eager, same run) each path is, over the number of tokens.
-
-    One line for each device, dtype, path and workload. The eager dense layer is the line at 1; its rows are not drawn.
-    Recorded lines are dotted, and grey where the kernels have changed since.
-
-    Args:
-        rows: the reader's measurement rows.
-        recorded: flat rows of records (`records.flat_rows`).
-        mine: the name of the reader's lines.
-    """
-    figure, ticks = _figure(), set()
-    for own, part in ((True, rows), (False, recorded or [])):
-        for i, (name, points) in enumerate(series(part, mine if own else None).items()):
-            points.sort(key=lambda row: row["tokens"])
-            ticks |= {row["tokens"] for row in points}
-            colour = COLOURS[i % len(COLOURS)] if own else (ORANGE, PURPLE, SKY, GREEN)[i % 4]
-            figure.add_scatter(
-                x=[row["tokens"] for row in points],
-                y=[row["x_dense"] for row in points],
-                name=name,
-                mode="lines+markers",
-                marker={"symbol": "circle" if own else "diamond-open", "size": 9},
-                line={"color": GREY if points[0].get("stale") else colour, "dash": "solid" if own else "dot"},
-                customdata=[[row["ms"], row["dense_ms"]] for row in points],
-                hovertemplate="%{x} tokens: %{y:.2f}x (%{customdata[0]:.3g} ms, dense %{customdata[1]:.3g} ms)",
-            )
-    figure.add_hline(y=1, line={"color": INK, "width": 1})
-    # On a log axis an annotation's place is the exponent: 0 is the line at 1x.
-    place = {"x": 1, "xref": "paper", "y": 0, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
-    figure.add_annotation(text="torch's dense layer", font={"size": 11}, **place)
-    figure.update_xaxes(title_text="tokens (log scale)", type="log", tickvals=sorted(ticks), tickformat=",d")
-    marks = [0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32]
-    names = [f"{mark:g}x" for mark in marks]
-    figure.update_yaxes(title_text="times as fast as dense (log scale)", type="log", tickvals=marks, ticktext=names)
-    more = 22 * len(figure.data)
-    figure = styled(figure, "Sparse feed-forward layer against torch's dense one", height=360 + more)
-    return figure.update_layout(legend={"orientation": "v", "yanchor": "top", "y": -0.2, "x": 0}, margin_b=60 + more)
-
-
 # ---- parts ----
 
 _FIRING = "neurons firing for a token, %"
@@ -403,43 +309,23 @@ def _figure(**panels: Any) -> Figure:
     return make_subplots(**panels) if panels else Figure()
 
 
-def _get(item, name: str):
-    """Return a field of an object, or of the dict that the same object is in JSON."""
-    return item[name] if isinstance(item, Mapping) else getattr(item, name)
-
-
-def _layers(profile) -> list:
-    layers = profile if isinstance(profile, list) else _get(profile, "layers")
-    if not layers:
-        raise InputError("the profile has no layers; accepted: one layer or more")
-    return layers
-
-
-def _percent(value: float) -> str:
-    return f"{value:.0f}%" if value >= 9.5 else f"{value:.1f}%"
-
-
-def series(rows: list[dict], mine: str | None) -> dict[str, list[dict]]:
-    """Return measured rows grouped into named lines, in their order. mine: the name of the reader's rows; None:
-    recorded."""
+def series(rows: list[dict], mine: str) -> dict[str, list[dict]]:
+    """Return measured rows grouped into named lines, in their order. mine: what each name begins with."""
     rows = [row for row in rows if not row["path"].startswith("dense eager") and picked(row["path"])]
     rows = [row for row in rows if row.get("x_dense") is not None and row.get("tokens")]
     several = len({row.get("workload") for row in rows if not row.get("label")}) > 1
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(row["dtype"], row["dtype"])
-        where = mine
-        if mine is None:
-            where = f"recorded on {row['device']}, {row['date'][:10]}{', stale' if row.get('stale') else ''}"
         workload = row.get("workload") if several and not row["path"].startswith("dense") else None
-        groups.setdefault((where, row.get("label"), short, row["path"], workload), []).append(row)
+        groups.setdefault((row.get("label"), short, row["path"], workload), []).append(row)
     lines = {}
-    for (where, label, short, path, workload), members in groups.items():
+    for (label, short, path, workload), members in groups.items():
         dense = path.startswith("dense")
         if dense:  # a dense layer takes as long whatever fires: one point for each number of tokens
             members = list({row["tokens"]: row for row in members}.values())
         for points in [members] if label or dense else alike(members):
             nnz = None if dense else max(points, key=lambda row: row["tokens"]).get("nnz")
             parts = [label, short, path, workload, None if nnz is None else f"mean nnz {nnz:.0f}"]
-            lines[f"{where}: {', '.join(part for part in parts if part)}"] = points
+            lines[f"{mine}: {', '.join(part for part in parts if part)}"] = points
     return lines

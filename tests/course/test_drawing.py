@@ -1,11 +1,10 @@
-"""What the figures share: colours without blending, rows by number, and figures that have nothing to show."""
+"""What the figures share: colours without blending, and texts that can be read."""
 
 import operator
 
 import pytest
 from plotly.colors import unlabel_rgb
 
-from twell_lab.core import InputError
 from twell_lab.course import drawing
 from twell_lab.course.first_kernels.figures import LANE_COLOURS
 
@@ -13,13 +12,6 @@ from twell_lab.course.first_kernels.figures import LANE_COLOURS
 def test_a_flat_scale_changes_its_colour_at_once():
     assert drawing.flat(["red", "blue"]) == [[0, "red"], [0.5, "red"], [0.5, "blue"], [1, "blue"]]
     assert drawing.flat(f"#00000{i}" for i in range(3))[-1] == [1, "#000002"]
-
-
-@pytest.mark.parametrize("index", [-1, 3])
-def test_a_row_that_is_not_there_is_refused_by_name(index):
-    assert drawing.row_at("abc", 2) == "c"
-    with pytest.raises(InputError, match=f"index is {index}; there are cuts 0 to 2"):
-        drawing.row_at("abc", index, "cuts")
 
 
 def test_numbers_of_lanes_can_be_read():

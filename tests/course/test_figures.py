@@ -6,18 +6,15 @@ import torch
 from tests.course.backward import test_measured as steps
 from tests.course.recorded_rows import everything, gates
 from tests.course.sparsity_map.test_sparsity_map import ROWS as PRODUCTS
-from twell_lab.core import InputError
 from twell_lab.course import (
     clocks,
     conversion,
     measure,
     packing,
     sweep,
-    training,
 )
 from twell_lab.course.backward import figures as backward_figures
 from twell_lab.course.backward import measured
-from twell_lab.course.choosing import figures as choosing_figures
 from twell_lab.course.conversion.data import HERE
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.hopper import figures as hopper_figures
@@ -30,23 +27,13 @@ from twell_lab.course.speedups import figures as speedup_figures
 
 def point(way, model, density, change, where=HERE):
     interval = (change - 1, change + 1) if where == HERE else (None, None)
-    made = {"way": way, "model": model, "what": "w", "density": density, "change": change, "steps": 0, "where": where}
+    made = {"way": way, "model": model, "what": "w", "density": density, "change": change, "where": where}
     return made | dict(zip(("low", "high"), interval))
 
 
 CUTS = [point("cut", "a", 0.1, 1.0), point("cut", "a", 0.01, 20.0), point("convert", "b", 0.2, 2.0)]
-RUNS = {
-    name: {
-        "config": {"d_ff": 100},
-        "mean_nnz": 100 * share,
-        "validation_bits_per_byte": bits,
-        "density": [share] * 2,
-        "history": [{"step": 1, "nnz": 50.0}, {"step": 9, "nnz": 100 * share}],
-    }
-    for name, share, bits in (("no L1", 0.5, 3.0), ("seed", 0.5, 3.1), ("L1", 0.02, 2.9))
-}
 DENSITIES = [
-    {"density": density, "path": path, "x_dense": 2.0, "ms": 1.0, "dense_ms": 2.0}
+    {"density": density, "path": path, "x_dense": 2.0, "dense_ms": 2.0, "where": "yours, now"}
     for path in ("dense", "CSR")
     for density in (0.1, 0.01)
 ]
@@ -73,10 +60,10 @@ SHOWN = {
     "against nnz": (lambda: hopper_figures.against_nnz(everything()), {"TwELL": [1.0, 1.2, 3.0]}),
     "bars": (
         lambda: measure.figures.bars({"dense": [4.0, 4.0, 4.4], "sparse": [1.0, 2.0, 9.0]}, "", base="dense"),
-        {None: [4.0, 2.0]},
+        {"several": [4.0, 2.0]},
     ),
     "against density": (
-        lambda: measure.figures.against_density(DENSITIES, "", []),
+        lambda: measure.figures.against_density(DENSITIES, ""),
         {"CSR, yours, now": [2.0, 2.0]},
     ),
     "versions": (
@@ -84,7 +71,6 @@ SHOWN = {
         {None: [0.9, 0.62, 0.58, 0.56, 0.52, 0.5]},
     ),
     "products": (lambda: sparsity_figures.beside_dense(PRODUCTS), {"CSR": [2.0, 4.0], "ELL": [0.5]}),
-    "runs": (lambda: training.figures.density_against_loss(RUNS, again="seed"), {None: [3.0, 3.1, 2.9]}),
 }
 
 
@@ -100,9 +86,6 @@ def test_traces_hold_the_numbers_given(name):
 
 NOTHING = {
     "steps": lambda: backward_figures.steps([]),
-    "micro-tiles": lambda: choosing_figures.products([]),
-    "firing": lambda: choosing_figures.firing(torch.ones(4), None),
-    "winners": lambda: choosing_figures.winners([]),
     "parts": lambda: hopper_figures.parts([]),
     "against nnz": lambda: hopper_figures.against_nnz([]),
     "cells": lambda: hopper_figures.loss_map([]),
@@ -113,28 +96,12 @@ NOTHING = {
     "beside layers": lambda: speedup_figures.beside_layers([]),
     "law": lambda: speedup_figures.law([]),
     "pieces": lambda: speedup_figures.pieces([]),
-    "times": lambda: speedup_figures.times([]),
-    "tokens": lambda: speedup_figures.by_tokens([]),
-    "nnz": lambda: speedup_figures.by_nnz([]),
-    "costs": lambda: speedup_figures.costs([]),
 }
 
 
 @pytest.mark.parametrize("name", NOTHING)
 def test_a_figure_without_rows_says_so(name):
     assert " is recorded" in " ".join(note.text for note in NOTHING[name]().layout.annotations)
-
-
-@pytest.mark.parametrize(
-    ("draw", "words"),
-    [
-        (lambda: sweep.figures.picked(sweep.recorded().rows, 99), "there are runs 0 to"),
-        (lambda: training.figures.picked_run(RUNS, index=3), "0 to 2"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(draw, words):
-    with pytest.raises(InputError, match=words):
-        draw()
 
 
 def test_the_recorded_sweep_is_drawn_with_every_run_once():

@@ -20,7 +20,6 @@ from twell_lab.course import (
     sentence,
     sparsity_map,
     sweep,
-    training,
     widgets,
 )
 from twell_lab.course.first_kernels.widget import StepExplorer
@@ -34,18 +33,6 @@ from twell_lab.simulator.trace import Trace
 from twell_lab.training.sweep import pressed
 
 MOST = 40_000  # bytes to the page for one move: several times what the largest of these widgets sends
-
-
-RUNS = {
-    name: {
-        "config": {"d_ff": 100},
-        "mean_nnz": 50 * share,
-        "validation_bits_per_byte": 3 - share,
-        "density": [share, share / 2],
-        "history": [{"step": 1, "nnz": 50.0}, {"step": 9, "nnz": 50 * share}],
-    }
-    for name, share in (("no L1", 0.5), ("L1 1e-3", 0.1), ("L1 1e-2", 0.0))
-}
 
 
 @cache
@@ -98,16 +85,6 @@ def places(*values, slider="slider") -> list:
 
 
 WIDGETS = {
-    "run": Case(
-        lambda: widgets.Explorer(
-            training.figures.picked_run(RUNS),
-            lambda figure, index: training.figures.pick_run(figure, RUNS, index),
-            [(name, name) for name in RUNS],
-            "run",
-        ),
-        lambda shown: training.figures.picked_run(RUNS, shown.index),
-        places("L1 1e-2", "no L1", "L1 1e-3"),
-    ),
     "recorded run": Case(
         lambda: widgets.Explorer(
             sweep.figures.picked(recorded_sweep(), 0, "recorded somewhere"),
@@ -208,9 +185,9 @@ def test_without_anywidget_the_figure_is_drawn_anew(monkeypatch):
         raise ImportError("Please install anywidget to use the FigureWidget class")
 
     monkeypatch.setattr(go, "FigureWidget", refuse)
-    shown = WIDGETS["run"].make()
-    shown.slider.value = "L1 1e-3"
-    assert shown._canvas is not None and shown.index == list(RUNS).index("L1 1e-3")
+    shown = WIDGETS["recorded run"].make()
+    shown.slider.value = 1e-3
+    assert shown._canvas is not None and "L1 1e-3" in shown.figure.layout.title.text
 
 
 def test_without_ipywidgets_a_sentence_says_what_to_install():

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import plotly.graph_objects as go
 from plotly.colors import hex_to_rgb, unlabel_rgb
 
 from .. import plots
-from ..core import InputError
 
 # A legend to the right of the figure, one entry a line.
 BESIDE = {"orientation": "v", "x": 1.02, "y": 1, "xanchor": "left", "yanchor": "top"}
-
-
-def row_at(rows: Sequence, index: int, what: str = "runs"):
-    """The row at this index, counted from 0. what: what an error message calls the rows."""
-    if not 0 <= index < len(rows):
-        raise InputError(f"index is {index!r}; there are {what} 0 to {len(rows) - 1}")
-    return rows[index]
 
 
 def flat(colours: Iterable[str]) -> list:

@@ -74,23 +74,10 @@ def test_what_each_method_computes_of_who_fires():
 
 
 def test_the_study_of_a_shipped_model():
-    found = data.study(windows=2)
+    found = data.study()
     assert len(found.fires) == len(found.model.layers) and found.fires[0].shape[1] == found.model.config.d_ff
     assert 0 < float(found.fires[1].double().mean()) < 0.2
-    assert not any(layer.mlp.gate_proj._forward_hooks for layer in found.model.layers)
-    assert len(found.seen) == 64 and len(found.windows) == 2
-
-
-def test_columns_of_random_firing_are_occupied_as_expected(subject):
-    rows = data.occupied_rows(subject, (1, 8, 32))
-    for each in rows:
-        assert each["measured"] == pytest.approx(each["expected"], abs=0.12)
-        density, height = each["density"], each["height"]
-        assert each["expected"] == pytest.approx(1 - (1 - density) ** height)
-    assert [each["measured"] for each in rows if each["height"] == 1] == pytest.approx(
-        [float(fires.double().mean()) for fires in subject.fires]
-    )
-    assert len(figures.occupied(rows).data) == 4
+    assert len(found.seen) == 64 and len(found.windows) == 16
 
 
 # ---- products and padding ----
@@ -119,7 +106,6 @@ def test_padding_is_timed_where_it_gives_the_same():
 def test_experts_are_computed_in_each_way():
     rows = data.expert_rows("cpu", (4,))
     assert len(rows) == 2 * 3 and {each["way"] for each in rows} == {"grouped", "loop", "padded"}
-    assert len(figures.experts(rows).data) == 6
 
 
 def test_numbers_of_hot_neurons_are_timed_beside_dense():
@@ -138,7 +124,6 @@ def test_what_guessing_costs(subject):
     whole = [each for each in rows[1:] if each["computed"] == 1]
     assert whole and all(each["more"] == pytest.approx(0, abs=1e-4) for each in whole)
     assert not any(isinstance(each, few_neurons.FewNeurons) for each in subject.model.modules())
-    assert len(figures.losses(rows).data) == 3
 
 
 # ---- the map ----
@@ -186,7 +171,7 @@ def inference(path, x_dense, nnz=29.0, tokens=16384, **more):
 
 def test_the_recorded_map(keep):
     rows = [inference("dense eager", 1.0), inference("forced twell", 2.0), inference("forced hot_cold 512", 2.5)]
-    rows += [inference("forced twell (graph)", 9.0), inference("dense eager", 1.0, tokens=1), inference("planned", 8.0)]
+    rows += [inference(path, 9.0) for path in ("forced twell (graph)", "forced hot_cold 512 (graph)", "planned")]
     keep(Record.new("inference", "made up", rows, {}))
     found = data.recorded_map()
     assert [(each["method"], each["x_dense"]) for each in found] == [
@@ -195,7 +180,6 @@ def test_the_recorded_map(keep):
         (methods.SPLIT, 2.5),
     ]
     assert all(each["where"].startswith("recorded on NVIDIA H100") for each in found)
-    assert data.recorded("predictors") == [] and data.recorded("inference")[0]["where"] == found[0]["where"]
 
 
 def test_the_map_is_recorded_with_every_method_and_read(keep):

@@ -81,7 +81,7 @@ def test_where_a_first_method_begins_to_win():
 def test_pruning_costs_a_model_its_loss(subject):
     before = {name: each.clone() for name, each in subject.state_dict().items()}
     made = data.pruned_losses(subject, torch.randint(0, 256, (8, 16)), (0.5, 0.95))
-    assert {each["method"] for each in made} == {*data.methods(), "2:4"}
+    assert {each["method"] for each in made} == {*data.METHODS, "2:4"}
     for each in made:
         assert each["more"] == pytest.approx(each["loss"] / each["dense_loss"] - 1) and each["loss"] > 0
     share = {(each["method"], round(each["sparsity"], 2)) for each in made}

@@ -14,7 +14,7 @@ from twell_lab.records import Record
 SIZES = {"device": "NVIDIA H100", "dtype": "bfloat16", "d_model": 64, "d_ff": 256, "gated": True}
 
 
-def record(rows, date="2026-01-02T03:04:05Z", name="any-name"):
+def record(rows, date="2026-01-02T03:04:05Z", name="bench-model"):
     shared = {"commit": None, "dirty": None, "kernels": {}, "machine": {}}
     return Record(name=name, purpose="a test", rows=rows, date=date, **shared)
 
@@ -22,7 +22,7 @@ def record(rows, date="2026-01-02T03:04:05Z", name="any-name"):
 def of_model(path, wall, ms=None, dense=10.0, kind="model_decode", label="decode step, batch 1", tokens=1, **more):
     ms = wall if ms is None else ms
     times = {"ms": ms, "dense_ms": dense, "x_dense": dense / ms, "wall_ms": wall, "wall_samples": [wall] * 3}
-    about = {"layers": 4, "parameters": 1000, "nnz": 8.0, "workload": f"Llama, {label}"}
+    about = {"layers": 4, "parameters": 10**9, "nnz": 8.0, "workload": f"Llama, {label}"}
     return (
         {**SIZES, "kind": kind, "tokens": tokens, "path": path, "samples": [ms] * 3, "head": True}
         | times
@@ -77,7 +77,7 @@ def test_a_crossing_lies_between_the_points_around_it():
     assert speedups.crossing([(10, 2.0), (20, 1.0)]) is None and speedups.crossing([(10, 0.5), (20, 0.2)]) is None
 
 
-# ---- rows, whatever the record is called ----
+# ---- rows ----
 
 
 def test_each_way_is_compared_with_dense_run_the_same_way_and_with_its_layers(kept):
@@ -89,7 +89,7 @@ def test_each_way_is_compared_with_dense_run_the_same_way_and_with_its_layers(ke
     assert (eager["why"], graph["why"]) == ("host", "as predicted") and "2026-01-02" in graph["where"]
 
 
-def test_of_equal_measurements_the_newest_counts_and_of_models_the_largest(keep):
+def test_of_equal_measurements_the_newest_counts_and_small_models_are_left_out(keep):
     newer = [row | {"wall_ms": 2 * row["wall_ms"]} for row in MODEL[:2]]
     small = [row | {"parameters": 10, "workload": "Small, decode step, batch 1"} for row in MODEL[:2]]
     keep(record(MODEL[:2]), record(newer, "2026-02-02T03:04:05Z"), record(small, "2026-03-02T03:04:05Z"))
@@ -104,38 +104,23 @@ def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_mod
         assert {step["share"] for step in speedups.steps(rows, speedups.layers_of(rows))} == {None}
 
 
-# ---- where a layer's gain stops, memory, energy ----
-
-
-def test_a_layer_by_tokens_and_by_nnz():
-    many = [{**row, "tokens": 64, "where": "w"} for row in LAYER] + [{**row, "where": "w"} for row in LAYER]
-    found = speedups.by_tokens([row | {"nnz": 29.0} for row in many])
-    assert [(row["tokens"], row["how"], row["x"]) for row in found] == [
-        (tokens, how, 2.0) for tokens in (1, 64) for how in ("eager", "CUDA graph")
-    ]
-    layers = [of_layer("forced twell", ms, tokens=64, nnz=nnz) for nnz, ms in ((60.0, 2.0), (8.0, 0.5))]
-    layers = [row | {"where": "w"} for row in (*layers, of_layer("forced twell", 0.25, tokens=1))]
-    found = speedups.by_nnz(layers, {"forward": "inference", "training": "training"})
-    assert [(row["of"], row["tokens"], row["nnz"], row["x"]) for row in found] == [
-        ("forward", 64, 8.0, 2.0),
-        ("forward", 64, 60.0, 0.5),
-    ]
-
-
 # ---- this machine ----
 
 
-def test_a_model_and_its_layers_are_timed_here():
+def test_a_model_is_timed_here():
     pytest.importorskip("transformers")
     config = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=128, context=16)
-    rows, layers = speedups.measured(config, "cpu", seconds=0.01)
-    forward, decode = speedups.steps(rows, layers)
+    rows = speedups.yours("cpu", config=config, seconds=0.01)
     assert {row["head"] for row in rows} == {True, False} and {row["where"] for row in rows} == {"yours, now, on CPU"}
-    assert {row["together"] for row in layers} == {2} and {row["tokens"] for row in layers} == {1, 16}
-    for step in (forward, decode):
-        assert 0 < step["share"] <= 1 and step["dense_ms"] == step["dense"]["wall_ms"]
-    parts = speedups.pieces(rows, layers)
-    assert len({(part["what"], part["path"]) for part in parts}) == 4
+    for step in speedups.steps(rows, []):
+        assert step["dense_ms"] == step["dense"]["wall_ms"] and step["low"] <= step["x"] <= step["high"]
+
+
+def test_the_pieces_of_a_call_are_all_of_it(kept):
+    parts = speedups.pieces(*kept)
+    assert {(part["what"], part["path"]) for part in parts} == {
+        ("decode step, batch 1", path) for path in ("dense eager", "planned")
+    }
     assert sum(part["ms"] for part in parts) == pytest.approx(sum({part["whole"] for part in parts}))
 
 
@@ -146,7 +131,7 @@ def test_a_drawn_model_fires_like_the_one_that_was_profiled():
         LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=64, context=16)), [torch.randint(256, (8, 16))]
     )
     config = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=128, context=16)
-    rows, _ = speedups.measured(config, "cpu", seconds=0.01, firing=firing)
+    rows = speedups.yours("cpu", firing, config, seconds=0.01)
     assert rows[0]["nnz"] / 128 == pytest.approx(
         firing.layers[0].density, rel=0.2
     )  # half of them, not the paper's 0.5%

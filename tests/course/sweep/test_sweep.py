@@ -1,39 +1,9 @@
-"""What the notebook says of the recorded sweep: on made-up rows; and what the sweep's record must
-hold."""
+"""What the sweep's record must hold, and the models that are shipped."""
 
 import shutil
 
-import pytest
-
-from twell_lab import records
-from twell_lab.core import RecordError
 from twell_lab.course.sweep import data as course
 from twell_lab.training import sweep
-
-
-def record(rows=(), **changes):
-    fields = dict(
-        name="sweep",
-        purpose="a test",
-        rows=[*rows],
-        date="2026-11-21T09:04:00Z",
-        commit=None,
-        dirty=None,
-        kernels={"gone": "0" * 64},
-        machine={"gpus": [{"name": "a GPU"}], "cpu": "a CPU"},
-        notes={"text": {"name": "novels"}, "training_size": 1000, "compressors": {"xz": 2.2}},
-    )
-    return records.Record(**fields | changes)
-
-
-def test_the_newest_record_is_read_and_none_is_an_error(tmp_path):
-    with pytest.raises(RecordError, match="twell-lab record sweep"):
-        course.recorded(tmp_path)
-    for date in ("2026-11-21T09:04:00Z", "2026-11-22T09:04:00Z", "2026-11-20T09:04:00Z"):
-        record(date=date).save(tmp_path)
-    record(name="sweep-small", date="2027-01-01T00:00:00Z").save(tmp_path)
-    assert course.recorded(tmp_path).date == "2026-11-22T09:04:00Z"
-
 
 # The record itself
 
@@ -65,8 +35,8 @@ def test_the_best_sparse_point_is_what_it_must_be():
 
 
 def test_an_installed_package_has_smaller_twins_of_the_large_models(monkeypatch, tmp_path):
-    assert {course.folder(name).name for name in course.checkpoints()} == {"l1-free", "small", "sparse"}
+    assert {course.folder(name).name for name in course.CHECKPOINTS} == {*course.CHECKPOINTS}
     for name in ("small", "l1-free-small", "sparse-small"):
         shutil.copytree(course.core.data_dir() / "checkpoints" / name, tmp_path / "checkpoints" / name)
     monkeypatch.setattr(course.core, "data_dir", lambda: tmp_path)
-    assert [course.checkpoint(name).config.d_ff for name in course.checkpoints()] == [384, 512, 384]
+    assert [course.checkpoint(name).config.d_ff for name in course.CHECKPOINTS] == [384, 512, 384]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from twell_lab.course import sweep
 from twell_lab.course.training import data as training
 from twell_lab.training.loop import train
 
@@ -33,3 +34,16 @@ def test_firing_share_by_hand():
     assert training.firing_share(torch.tensor([1, 1, 1, 1]), 0.5) == 0.5
     assert training.firing_share(torch.tensor([8, 0, 1, 1]), 0.8) == 0.25
     assert training.firing_share(torch.tensor([0, 0])) == 0.0
+
+
+def test_runs_are_rows_like_those_of_a_recorded_sweep(small):
+    config, first = small
+    pressed = train(replace(config, l1=1e-2), progress=False)
+    rows = sweep.rows([first, train(replace(config, seed=1), progress=False), pressed])
+    assert [row["label"] for row in rows] == ["lr 0.01", "seed 1", "L1 0.01"]
+    assert (
+        rows[2]["mean_nnz"] == pressed.mean_nnz == pytest.approx(sum(layer["nnz"] for layer in rows[2]["layers"]) / 2)
+    )
+    for draw in (sweep.figures.loss_against_nnz, sweep.figures.over_time):
+        assert "here" in draw(rows, "here").layout.title.text
+    assert sweep.figures.picked(rows, 1, "here").layout.title.text.startswith("L1 1e-2: ")

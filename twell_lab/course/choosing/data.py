@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ... import core, records
+from ... import records
+from ...analysis.profile import activations
 from ...bench import comparison, methods
 from ...bench import rows as bench_rows
 from ...bench.comparison import SCATTERED, TALL, Shape, quantile
@@ -24,11 +25,11 @@ from ...layers.paths import STEP
 from ...models.tiny import LanguageModel
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import microtiles
 from ...sparsities.few_neurons import core_neurons, remove
 from ...sparsities.predictors import Predictors
 from ...training.text import source
 from ..recorded import LOGNORMAL, newest
+from ..sweep.data import checkpoint
 
 # ---- a small model, and what fires in it ----
 
@@ -43,25 +44,13 @@ class Study(NamedTuple):
     fires: list[Tensor]
 
 
-@torch.no_grad()
-def study(name: str = "small", windows: int = 16) -> Study:
-    """One of data/checkpoints, on Python source."""
-    model = LanguageModel.load(core.data_dir() / "checkpoints" / name)
-    context = min(128, model.config.context)
+def study() -> Study:
+    """The model small, on Python source."""
+    model, parts = checkpoint("small"), source.standard_library().split()
     seen, held_out = (
-        source.spread_windows(part.tokens, count, context)[:, :-1].long()
-        for part, count in zip(source.standard_library().split(), (64, windows))
+        source.spread_windows(part.tokens, count, 128)[:, :-1].long() for part, count in zip(parts, (64, 16))
     )
-    fires: list[Tensor] = []
-    hooks = [
-        layer.mlp.gate_proj.register_forward_hook(lambda *given: fires.append((given[2] > 0).flatten(0, 1)))
-        for layer in model.layers
-    ]
-    try:
-        model(held_out[:16])
-    finally:
-        for hook in hooks:
-            hook.remove()
+    fires = [activations(model, held_out, layer)[1] > 0 for layer in range(model.config.layers)]
     return Study(model, held_out, seen, fires)
 
 
@@ -73,23 +62,17 @@ def works(fires: Tensor, tokens: int = 64, neurons: int = 64) -> dict[str, Tenso
     [tokens, neurons] of SKIPPED, FOR_NOTHING, NEEDED and MISSED, by the method's name."""
     order = fires.sum(0).argsort(descending=True, stable=True)
     corner = fires[:tokens, order[: 6 * neurons : 6]]  # every sixth, from the busiest to those that fire rarely
-    tokens, neurons = corner.shape
-    stripes = corner.view(-1, HEIGHT, neurons).any(1).repeat_interleave(HEIGHT, 0)
-    groups = corner.view(tokens, -1, 16).any(2).repeat_interleave(16, 1)
     first = lambda count: (torch.arange(neurons) < count).expand(tokens, neurons)
     computed = {
         DENSE: torch.ones_like(corner),
         "packed, each entry alone": corner,
         "hot and cold": corner | first(6),
-        "micro-tiles of 32 tokens": stripes,
-        "experts of 16 neurons": groups,
+        "micro-tiles of 32 tokens": corner.view(-1, HEIGHT, neurons).any(1).repeat_interleave(HEIGHT, 0),
+        "experts of 16 neurons": corner.view(tokens, -1, 16).any(2).repeat_interleave(16, 1),
         "the same 16 for all (lossy)": first(16),
     }
-    kinds = {}
-    for name, done in computed.items():
-        wanted = torch.where(corner, NEEDED, FOR_NOTHING)
-        kinds[name] = torch.where(done, wanted, torch.where(corner, MISSED, SKIPPED))
-    return kinds
+    done, missing = torch.where(corner, NEEDED, FOR_NOTHING), torch.where(corner, MISSED, SKIPPED)
+    return {name: torch.where(here, done, missing) for name, here in computed.items()}
 
 
 # ---- micro-tiles ----
@@ -98,19 +81,6 @@ def works(fires: Tensor, tokens: int = 64, neurons: int = 64) -> dict[str, Tenso
 def occupied(density: float, height: int) -> float:
     """The share of a stripe's columns that hold anything, if each of `height` values is there independently."""
     return 1 - (1 - density) ** height
-
-
-def occupied_rows(subject: Study, heights: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128)) -> list[dict]:
-    """{layer, density, height, measured, expected}: which share of the columns of stripes is occupied in the model, and
-    if every neuron fired equally often and by itself."""
-    made = []
-    for number, fires in enumerate(subject.fires):
-        density = float(fires.double().mean())
-        for height in heights:
-            measured = microtiles.find_microtiles(fires.half(), height).occupied
-            shared = {"layer": number, "density": density, "height": height}
-            made.append({**shared, "measured": measured, "expected": occupied(density, height)})
-    return made
 
 
 def products_here(device: str, sparsities: Sequence[float] = (0.5, 0.75, 0.9, 0.95, 0.99)) -> list[dict]:
@@ -138,25 +108,9 @@ def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) 
 # ---- hot and cold ----
 
 
-def dearer(rows: Iterable[dict], tokens: int = 16384, most: float = 1 / 64) -> float | None:
-    """Return how many times as much a firing neuron costs a token when it is packed as any neuron when it is dense.
-
-    rows: of `recorded_map`. Packed, from the fewest to the most that fire, up to the share `most`; dense, two thirds of
-    the layer, since the gate is computed either way. None where fewer than two were recorded."""
-    here = sorted(
-        (row for row in rows if row["tokens"] == tokens and row["share"] <= most),
-        key=lambda row: row["share"],
-    )
-    packed, dense = ([row for row in here if row["method"] == method] for method in (PACKED, DENSE))
-    if len(packed) < 2 or not dense:
-        return None
-    few, many = packed[0], packed[-1]
-    return (many["ms"] - few["ms"]) / (many["share"] - few["share"]) / (2 / 3 * dense[0]["ms"])
-
-
 def hot_neurons(shares: Tensor, times: float) -> Tensor:
     """The neurons that are cheaper dense, those that fire most first: int64. shares: of the tokens at which each fires.
-    times: see `dearer`."""
+    times: how many times as much a firing neuron costs packed as any neuron dense."""
     order = shares.argsort(descending=True, stable=True)
     return order[shares[order] * times > 1]
 
@@ -181,11 +135,11 @@ def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) 
         turns = [dense / mine for dense, mine in zip(took[DENSE], took[str(hot)])]
         low, middle, high = (quantile(turns, share) for share in (0.1, 0.5, 0.9))
         made.append({**shared, "hot": hot, "x_dense": middle, "low": low, "high": high})
-    near = [row for row in recorded if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share]
-    for row in sorted(near, key=lambda row: (row["share"], row["hot"])):
-        where = f"{row['where']}: {row['share'] * row['d_ff']:.0f} of {row['d_ff']:,} fire"
-        made.append({**{key: row[key] for key in ("hot", "d_ff", "x_dense")}, "where": where})
-    return made
+    for row in recorded:
+        if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share:
+            where = f"{row['where']}: {row['share'] * row['d_ff']:.0f} of {row['d_ff']:,} fire"
+            made.append({"hot": row["hot"], "d_ff": row["d_ff"], "x_dense": row["x_dense"], "where": where})
+    return sorted(made, key=lambda row: row["hot"])
 
 
 # ---- experts ----
@@ -294,34 +248,30 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
     return made
 
 
-def recorded_map(device: str = records.TOLD) -> list[dict]:
-    """Rows as of `map_rows` of "inference" records on a GPU with this in its name, of layers of 2048 x 5632 with drawn
-    firing rates: dense, packed, and hot and cold, where one of the latter was timed, each with `hot`. May be empty."""
-
-    def wanted(row: dict) -> bool:
-        sizes = (row["kind"], row.get("d_model"), row.get("d_ff"), row.get("workload"), row.get("gated", True))
-        return sizes == ("inference", 2048, 5632, LOGNORMAL, True) and " (" not in row["path"]
-
-    made = []
-    for row in newest("inference", device, wanted):
-        name, *size = row["path"].removeprefix("forced ").removesuffix(" eager").split(" ")
-        hot = {"twell": 0, "dense": row["d_ff"]}.get(name) if not size else int(size[0]) if name == "hot_cold" else None
-        if hot is not None and row["path"] != "forced dense":
+def recorded_map() -> list[dict]:
+    """Rows as of `map_rows` of "inference" records on the GPU that figures tell of (records.TOLD), of layers of 2048 x
+    5632 with drawn firing rates: dense, packed, and hot and cold, each with `hot`, the neurons computed densely."""
+    layer = {"kind": "inference", "d_model": 2048, "d_ff": 5632, "workload": LOGNORMAL, "gated": True}
+    known, made = {"dense eager": (DENSE, 5632), "forced twell": (PACKED, 0)}, []
+    for row in newest("inference", records.TOLD, lambda row: {**row, **layer} == row):
+        hot = row["path"].removeprefix("forced hot_cold ")
+        method = (SPLIT, int(hot)) if hot.isdigit() else known.get(row["path"])
+        if method:
             said = {key: row[key] for key in ("tokens", "d_ff", "ms", "x_dense", "where")}
-            method = {"twell": PACKED, "dense": DENSE}.get(name, SPLIT)
-            made.append({**said, "method": method, "share": row["nnz"] / row["d_ff"], "hot": hot, "exact": True})
-    beside = {(row["share"], row["tokens"]) for row in made if row["method"] != DENSE}
-    return [row for row in made if (row["share"], row["tokens"]) in beside]
+            said |= {"method": method[0], "hot": method[1]}
+            made.append({**said, "share": row["nnz"] / row["d_ff"], "exact": True})
+    return made
+
+
+def recorded() -> list[dict]:
+    """The rows of "comparison" records on that GPU; of equal measurements the newest."""
+    return newest("comparison", records.TOLD, lambda row: True)
 
 
 def recorded_maps() -> list[dict]:
-    """Rows as of `map_rows` of "comparison" records, of every GPU of which one has all methods, without methods that
-    there are no longer; the GPU that figures tell of (records.TOLD) comes first."""
-    made = [record for record in records.load_all() if record.name == "comparison"]
-    gpus = {row["device"] for record in made for row in record.rows if row.get("kind") == "map"}
-    ordered = sorted(gpus, key=lambda gpu: (records.TOLD not in gpu, gpu))
-    found = (row for gpu in ordered for row in newest("comparison", gpu, lambda row: row["kind"] == "map"))
-    return [row for row in map(_of_map, found) if row["method"] in methods.METHODS]
+    """Rows as of `map_rows` of `recorded`, with all methods that there still are."""
+    rows = (_of_map(row) for row in recorded() if row["kind"] == "map")
+    return [row for row in rows if row["method"] in methods.METHODS]
 
 
 def _of_map(row: dict) -> dict:
@@ -345,11 +295,6 @@ def winners(rows: Iterable[dict], exact: bool = True) -> dict[tuple[float, int],
         if (row["exact"] or not exact) and (at not in best or worth(row) > worth(best[at])):
             best[at] = row
     return best
-
-
-def recorded(name: str) -> list[dict]:
-    """The rows of records of this name that were made on a GPU; of equal measurements the newest."""
-    return newest(name, "", lambda row: row["device"] != "CPU")
 
 
 def _here(device: str) -> str:

@@ -15,7 +15,6 @@ from .data import (
     judge,
     nearest,
     recorded,
-    same_output,
     shipped,
     smooth,
     span,

@@ -2,8 +2,8 @@
 
 A point is a dict: `way` ("cut", "convert" or "train"), `model` (what it was made of), `what` (in a word), `density`
 (the share of neurons that fire for a token, mean over layers), `change`, `low`, `high` (of the loss, in percent of that
-of the model it is held against, with its 95% interval; `low` and `high` are None where a record has none), `steps` (of
-training, with the new activation or penalty) and `where` (here, or recorded)."""
+of the model it is held against, with its 95% interval; `low` and `high` are None where a record has none) and `where`
+(here, or recorded)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import core, records
+from ... import records
 from ...analysis.profile import profile
 from ...layers.find import feed_forwards
 from ...layers.terms import LayerTerm, layer_terms
@@ -26,15 +26,13 @@ from ...models.relufy import relufy
 from ...models.thresholds import Calibration, LossChange, calibrate, losses
 from ...models.tiny import LanguageModel, ModelConfig
 from ...training.config import TrainConfig, l1_coefficient, learning_rate
-from ...training.sweep import cost, pressed
+from ...training.sweep import pressed
 from ...training.text.source import Text, random_windows
-from ..own_model.data import Own, read, windows
+from ..own_model.data import read, windows
 from ..sweep.data import folder, where
 from ..training.data import SMALL
 
 HERE = "here, now"
-SAME = 0.01  # of the logits' size: kernels add in another order, and a value at its threshold may fall on either side
-THEN_CUT = "with L1, then cut"
 # The SiLU model, and how its copies are trained on: half of the first peak, and L1 grown after a delay, as
 # twell_lab.models.relufy says.
 MODEL = replace(SMALL, steps=150)
@@ -72,7 +70,7 @@ def judge(what: str, model: nn.Module, seen: Tensor, held_out: Tensor) -> Judged
 
 def shipped(name: str, text: str, device: str = "cpu") -> Judged:
     """One of data/checkpoints, judged on a text that it has not read."""
-    own: Own = read(name, device)
+    own = read(name, device)
     return judge(name, own.model, *windows(own, text))
 
 
@@ -116,10 +114,9 @@ def _left(calibration: Calibration, sparsity: float) -> float:
     return sum(left) / len(left)
 
 
-def _point(way: str, model: str, what: str, density: float, change: LossChange, steps: int = 0) -> dict:
+def _point(way: str, model: str, what: str, density: float, change: LossChange) -> dict:
     percent = {name: 100 * getattr(change, name) / change.dense for name in ("change", "low", "high")}
-    told = {"way": way, "model": model, "what": what, "density": density, "steps": steps, "where": HERE}
-    return told | percent
+    return {"way": way, "model": model, "what": what, "density": density, "where": HERE} | percent
 
 
 # ---- convert ----
@@ -128,10 +125,8 @@ def _point(way: str, model: str, what: str, density: float, change: LossChange, 
 def smooth(text: Text, config: TrainConfig = MODEL, device: str = "cpu") -> LanguageModel:
     """A model whose feed-forward layers have a SiLU, trained on this text by `further`."""
     torch.manual_seed(config.seed)
-    sizes = ModelConfig(
-        d_model=config.d_model, layers=config.layers, heads=config.heads, d_ff=config.d_ff, context=config.context
-    )
-    model = LanguageModel(sizes).to(device)
+    sizes = {name: getattr(config, name) for name in ("d_model", "layers", "heads", "d_ff", "context")}
+    model = LanguageModel(ModelConfig(**sizes)).to(device)
     for layer in feed_forwards(model):
         layer.module.act_fn = nn.SiLU()
     further(model, text, config)
@@ -140,8 +135,8 @@ def smooth(text: Text, config: TrainConfig = MODEL, device: str = "cpu") -> Lang
 
 def to_relu(model: LanguageModel) -> LanguageModel:
     """A copy with a ReLU in the place of each activation, and the same weights: `twell_lab.relufy`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the configuration of such a model says ReLU already, whatever was put in
+    # The configuration of such a model says ReLU already, whatever was put in, and relufy warns of that.
+    with warnings.catch_warnings(action="ignore"):
         return relufy(copy.deepcopy(model), only=lambda name, layer: True)
 
 
@@ -185,19 +180,16 @@ def _bits(model: nn.Module, held_out: Tensor) -> float:
     return losses(model, held_out).mean().item() / math.log(2)
 
 
-def converted(models: dict[str, nn.Module], against: Judged, steps: int) -> list[dict]:
-    """Points of ReLU models, by name, that were converted and trained on for `steps`, held against a SiLU model that
-    read as much."""
+def converted(models: dict[str, nn.Module], against: Judged) -> list[dict]:
+    """Points of ReLU models, by name, that were converted and perhaps trained on, held against a SiLU model that read
+    as much."""
     points = []
     for what, model in models.items():
         change = LossChange.of(against.alone, losses(model, against.windows), against.windows.shape[1] - 1)
-        points.append(_point("convert", against.what, what, _density(model, against.windows), change, steps))
+        layers = profile(model, [against.windows]).layers
+        density = sum(layer.density for layer in layers) / len(layers)
+        points.append(_point("convert", against.what, what, density, change))
     return points
-
-
-def _density(model: nn.Module, tokens: Tensor) -> float:
-    layers = profile(model, [tokens]).layers
-    return sum(layer.mean_nnz / layer.d_ff for layer in layers) / len(layers)
 
 
 # ---- train ----
@@ -209,67 +201,35 @@ def trained(l1_free: Judged, text: str, device: str = "cpu") -> list[dict]:
     if l1_free.what != "l1-free":
         return []
     sparse = replace(shipped("sparse", text, device), what=l1_free.what, alone=l1_free.alone)
-    made = core.read_json(folder("sparse") / "made.json", "the model's card")
-    takes = {"way": "train", "steps": made["config"]["steps"]}
     (point,), halved = cut(sparse, [0.0]), cut_to(sparse, sparse.density / 2)
-    return [point | takes | {"what": "with L1"}, halved | takes | {"what": THEN_CUT}]
+    return [point | {"way": "train", "what": "with L1"}, halved | {"way": "train", "what": "with L1, then cut"}]
 
 
 def recorded() -> list[dict]:
-    """Points of the recorded sweeps, each run held against its twin without L1; none where no sweep is recorded.
+    """Points of the recorded sweeps, each run held against its twin without L1.
 
     `model` is "l1-free" for the sweep in which that model was trained, where it is here (`folder`), and the number of
     weights for the other."""
-    points, here = [], folder("l1-free").name == "l1-free"
-    for record in filter(None, (_newest("sweep-small"), _newest("sweep"))):
-        rows = [row | {"label": _named(row)} for row in record.rows]
-        for row in pressed(rows):
-            trained_there = here and record.name == "sweep-small"
-            points.append(
-                {
-                    "way": "train",
-                    "model": "l1-free" if trained_there else f"{row['parameters'] / 1e6:.0f}M weights",
-                    "what": f"L1 {row['config']['l1']:g}",
-                    "density": 1 - row["zeros"],
-                    "change": 100 * cost(row, rows),
-                    "low": None,
-                    "high": None,
-                    "steps": row["config"]["steps"],
-                    "where": where(record),
-                }
-            )
+    points, newest = [], {record.name: record for record in records.load_all()}
+    for name, here in (("sweep-small", folder("l1-free").name == "l1-free"), ("sweep", False)):
+        rows = newest[name].rows
+        first, *_ = runs = rows if name == "sweep-small" else pressed(rows)
+        for row in runs:
+            point = {"way": "train", "model": "l1-free" if here else f"{row['parameters'] / 1e6:.0f}M weights"}
+            more = row["validation_bits_per_byte"] / first["validation_bits_per_byte"] - 1
+            point |= {"what": f"L1 {row['config']['l1']:g}", "density": 1 - row["zeros"], "change": 100 * more}
+            points.append(point | {"low": None, "high": None, "where": where(newest[name])})
     return points
-
-
-def _named(row: dict) -> str:
-    """The label of a run as `twell_lab.training.sweep` reads it; the small sweep's say "small" first."""
-    said, l1 = row["label"].removeprefix("small, "), row["config"]["l1"]
-    return f"lr {row['config']['lr']:g}" if said != row["label"] and not l1 else said
-
-
-def _newest(name: str) -> records.Record | None:
-    found = [record for record in records.load_all() if record.name == name]
-    return found[-1] if found else None
 
 
 # ---- what it comes to ----
 
 
-def same_output(model: nn.Module, other: nn.Module, tokens: Tensor) -> bool:
-    """Return whether two models give the same logits, but for the order in which kernels add: within `SAME` of their
-    size."""
-    with torch.no_grad():
-        got, wanted = (each(tokens.to(next(each.parameters()).device)).float() for each in (model, other))
-    return bool((got - wanted).norm() < SAME * wanted.norm())
-
-
 def nearest(point: dict, cuts: Sequence[dict]) -> dict | None:
     """The cut of the same model that leaves about as many neurons."""
-    off = {
-        i: abs(cut["density"] / point["density"] - 1) for i, cut in enumerate(cuts) if cut["model"] == point["model"]
-    }
-    best = min(off, key=off.__getitem__, default=None)
-    return cuts[best] if best is not None and off[best] < 0.05 else None
+    off = lambda cut: abs(cut["density"] / point["density"] - 1)
+    near = [cut for cut in cuts if cut["model"] == point["model"] and off(cut) < 0.05]
+    return min(near, key=off, default=None)
 
 
 def better(point: dict, other: dict) -> str:

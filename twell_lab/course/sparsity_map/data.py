@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from math import ceil
 
@@ -31,6 +30,8 @@ from ..recorded import sourced
 
 BLOCK_SIZES = (16, 32)
 _CPU = (1024, 1024, 256)  # m, k, n of the products that a CPU times
+# Without torch's warning that it has no tuned parameters for a block-sparse product of this shape and GPU.
+_UNTUNED = partial(warnings.catch_warnings, action="ignore", category=UserWarning)
 
 
 # ---- what products take ----
@@ -40,18 +41,10 @@ def timed_here(device: str, sparsity: float = 0.9, patterned: Iterable[str] = PI
     """Rows of comparison.product_rows for these patterns on this machine: 4096 x 4096 x 4096 on a GPU, a smaller
     product on a CPU. Each says `where`."""
     shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(*_CPU, torch.float32, "cpu", 0.6)
-    with _torch_untuned():
+    with _UNTUNED():
         table = [row for pattern in patterned for row in comparison.product_rows(pattern, sparsity, shape)]
     where = f"yours, now, on {clock.device_name(torch.device(device))}"
     return [row | {"where": where} for row in table]
-
-
-@contextmanager
-def _torch_untuned() -> Iterator[None]:
-    """Without torch's warning that it has no tuned parameters for a block-sparse product of this shape and GPU."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "bsr_dense_addmm uses non-optimal", UserWarning)
-        yield
 
 
 def recorded() -> list[dict]:
@@ -95,25 +88,23 @@ def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:
 # ---- what pruning costs a model ----
 
 
-def methods() -> dict[str, Callable[[Tensor, float], Tensor]]:
-    """Ways to choose what is pruned, by name: from a weight [out, in] and a sparsity to what is kept, bool."""
-    ways: dict[str, Callable[[Tensor, float], Tensor]] = {"smallest weights": magnitude.magnitude_mask}
-    for size in BLOCK_SIZES:
-        ways[f"blocks {size} x {size}"] = lambda w, sparsity, size=size: blocks.block_mask(w, sparsity, size)
-    ways["whole rows"] = _rows
-    ways["at random"] = _at_random
-    return ways
-
-
 def _rows(weight: Tensor, sparsity: float) -> Tensor:
     keep = magnitude.largest(weight.norm(dim=1), magnitude.kept_of(len(weight), sparsity))
     return keep[:, None].expand(weight.shape)
 
 
 def _at_random(weight: Tensor, sparsity: float) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    order = torch.rand(weight.shape, generator=generator)
+    order = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0))
     return magnitude.largest(order, magnitude.kept_of(weight.numel(), sparsity))
+
+
+# Ways to choose what is pruned: from a weight [out, in] and a sparsity to what is kept, bool.
+METHODS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "smallest weights": magnitude.magnitude_mask,
+    **{f"blocks {size} x {size}": partial(blocks.block_mask, size=size) for size in BLOCK_SIZES},
+    "whole rows": _rows,
+    "at random": _at_random,
+}
 
 
 def pruned_losses(
@@ -123,7 +114,7 @@ def pruned_losses(
     it; "2:4" at 0.5 alone. Rows {method, sparsity (as it came out), loss, dense_loss, more (share of the dense loss)}.
     """
     dense, made = losses(model, windows).mean().item(), []
-    cases = [(name, way, sparsity) for name, way in methods().items() for sparsity in sparsities]
+    cases = [(name, way, sparsity) for name, way in METHODS.items() for sparsity in sparsities]
     for name, way, sparsity in [*cases, (TWO_FOUR, lambda weight, _: two_four.two_four_mask(weight), 0.5)]:
         pruned = magnitude.prune(
             copy.deepcopy(model),
@@ -143,15 +134,9 @@ def retrained() -> list[dict]:
     found = [record for record in records.load_all() if record.name == "pruning"]
     rows = [row for record in found[-1:] for row in sourced(record) if row["kind"] == "pruning"]
     dense = {row["seed"]: row for row in rows if row["path"] == "dense"}
-    return [
-        row
-        | {
-            "before": row["bits_before"] - dense[row["seed"]]["bits_before"],
-            "after": row["bits_after"] - dense[row["seed"]]["bits_after"],
-        }
-        for row in rows
-        if row["path"] != "dense"
-    ]
+    more = lambda row, when: row[f"bits_{when}"] - dense[row["seed"]][f"bits_{when}"]
+    pruned = [row for row in rows if row["path"] != "dense"]
+    return [row | {when: more(row, when) for when in ("before", "after")} for row in pruned]
 
 
 # ---- what a threshold does to a weight ----
@@ -194,7 +179,7 @@ def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
             kept = blocks.block_mask(weight, 1 - density, size)
             forms[f"blocks {size}"] = blocks.to_bsr(torch.where(kept, weight, 0), size)
         calls = {name: (lambda turn=0, form=form: form @ x) for name, form in forms.items()}
-        with _torch_untuned():
+        with _UNTUNED():
             calls = {name: call for name, call in calls.items() if runs_here(call)}
             timed = clock.time_cuda(calls, rounds=10) if weight.is_cuda else clock.time_cpu(calls, seconds)
         for name, samples in timed.items():

@@ -1,28 +1,24 @@
 """Whole models beside their feed-forward layers, recorded and measured here, and Amdahl's law between the two.
 
-Rows of whole models are those of twell_lab.bench.workloads, and what earlier releases recorded of them; rows of layers
-are those of "inference" and "training" records. Nothing is drawn here."""
+Rows of whole models are those of twell_lab.bench.workloads; rows of layers are those of "inference" and "training"
+records. Nothing is drawn here."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from statistics import quantiles
 
 import torch
-from torch import Tensor, nn
 
 from ... import records
 from ...analysis.profile import FiringProfile
 from ...bench import models, workloads
-from ...bench import rows as timed
-from ...bench.models import PLANNED, model_name
+from ...bench.models import PLANNED
 from ...bench.rows import DENSE
 from ...core import StackError
-from ...layers.find import feed_forwards
 from ...models.tiny import ModelConfig
-from ..recorded import GRAPH, LEAST, LOGNORMAL, device_and_day, earlier_commit, newest, select
+from ..recorded import GRAPH, LEAST, LOGNORMAL, newest, select
 
 FORWARD, DECODE, TRAINING = "forward", "decode", "training"
 _KINDS = {"model_forward": FORWARD, "model_decode": DECODE, "model_training": TRAINING, "training": TRAINING}
@@ -33,13 +29,11 @@ WAYS = {
     "compiled": ("dense compiled", ("planned compiled",), "wall_ms"),
     "CUDA graph": ("dense eager (graph)", ("planned for graphs (graph)", "planned (graph)"), "ms"),
 }
-_SPARSE = {path for _, paths, _ in WAYS.values() for path in paths}
 _NEAR = 0.25  # by how much the mean nnz of a layer may differ from that of the model that it stands for
 DRAWN = "drawn Llama"
 # What is timed on the reader's machine: a drawn model, wide enough for its layers to gain something.
 _ON_GPU = ModelConfig(vocabulary=32768, d_model=2048, layers=8, heads=16, d_ff=5632, context=2048)
 _ON_CPU = ModelConfig(vocabulary=2048, d_model=512, layers=2, heads=8, d_ff=2048, context=32)
-_LAYERS = "layers: "  # before the names of calls of all layers by themselves
 
 
 # ---- Amdahl's law ----
@@ -76,37 +70,17 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def recorded() -> list[dict]:
-    """The rows of one recorded model, and of every recorded training step; of equal measurements the newest that timed
-    planned layers. The model is the one with the most parameters, of those whose layers were recorded too, if there are
-    any. Each row gets `step` (FORWARD, DECODE, TRAINING), `model`, `what` and `where`."""
-    found: list[dict] = []
-    taken: set[tuple] = set()
-    known: set[tuple] = set()
-    for record in reversed(records.load_all()):
-        known |= {_size(row) for row in record.rows if _single(row)}
-        rows = [read for row in record.rows if (read := _read(row)) and _same_way(read) not in taken]
-        planned = {_same_way(row) for row in rows if row["path"] in _SPARSE}  # a record may time forced paths alone
-        rows = [row for row in rows if _same_way(row) in planned]
-        earlier = earlier_commit(record) if rows else None
-        found += [row | {"where": f"recorded on {device_and_day(row['device'], record.date, earlier)}"} for row in rows]
-        taken |= set(map(_same_way, rows))
-    speaking = [row for row in found if row["step"] != TRAINING]
-    if not speaking:
-        return found
-    # Of equal ones the first, which is the newest.
-    largest = max(speaking, key=lambda row: (_size(row) in known, row["parameters"]))
-    return [row for row in found if row["step"] == TRAINING or _model(row) == _model(largest)]
+    """The rows of the large drawn model and of a model's training step that were recorded on GPUs; of equal
+    measurements the newest. Each row gets `step` (FORWARD, DECODE, TRAINING), `model`, `what` and `where`."""
+    large = lambda row: row["kind"] in _KINDS and "layers" in row and row["parameters"] > 1e8
+    return [_read(row) for name in ("bench-model", "training") for row in newest(name, "", large)]
 
 
-def _read(row: dict) -> dict | None:
-    """A row of a whole model in the names used here; None for any other row."""
-    if row.get("dense_ms") is None or row["kind"] not in _KINDS or not {"layers", "parameters"} <= row.keys():
-        return None
-    model, _, what = row["workload"].partition(", ")
+def _read(row: dict) -> dict:
+    """A row of a whole model in the names used here."""
+    model, what = DRAWN, row["workload"].partition(", ")[2]
     if row["kind"] == "training":  # which are those of a layer, too
         model, what = f"a model of {row['layers']} layers", f"training step, {row['tokens']:,} tokens"
-    if model == model_name("2B"):
-        model = DRAWN
     return {"head": True, **row, "step": _KINDS[row["kind"]], "model": model, "what": what}
 
 
@@ -128,32 +102,20 @@ def _same(row: dict) -> tuple:
     return (*_model(row), row["what"], row["head"], f"{row['nnz']:.2g}")
 
 
-def _same_way(row: dict) -> tuple:
-    """Return what is equal in rows that measure the same thing in the same way: as plain calls, compiled or in
-    graphs."""
-    return (*_same(row), GRAPH in row["path"], "compiled" in row["path"])
-
-
 def layers_of(rows: list[dict]) -> list[dict]:
     """Every recorded row of a single layer like those of these models, on their device; of equal ones the newest."""
     sizes = {_size(row) for row in rows}
-    devices = {row["device"] for row in rows}
-    return [row for each in devices for row in newest("", each, lambda row: _single(row) and _size(row) in sizes)]
+    return newest("", "", lambda row: _single(row) and _size(row) in sizes)
 
 
 def _layer(row: dict, layers: list[dict]) -> dict[str, dict]:
     """The rows of the layer that stands for those of a model's row, by path: of the same sizes and as many tokens, and
     nearest in nnz; {} where there is none."""
-    kind = "training" if row["step"] == TRAINING else "inference"
-    near = [
-        each
-        for each in select(layers, kind, tokens=row["tokens"])
-        if _size(each) == _size(row) and abs(each["nnz"] - row["nnz"]) <= _NEAR * row["nnz"]
-    ]
-    if not near:
-        return {}
-    best = min(near, key=lambda each: abs(each["nnz"] - row["nnz"]))
-    return {each["path"]: each for each in near if (each["nnz"], each["where"]) == (best["nnz"], best["where"])}
+    kind, off = "training" if row["step"] == TRAINING else "inference", lambda other: abs(other["nnz"] - row["nnz"])
+    same = [other for other in select(layers, kind, tokens=row["tokens"]) if _size(other) == _size(row)]
+    near = sorted((other for other in same if off(other) <= _NEAR * row["nnz"]), key=off)
+    best = [other for other in near if (other["nnz"], other["where"]) == (near[0]["nnz"], near[0]["where"])]
+    return {other["path"]: other for other in best}
 
 
 def steps(rows: list[dict], layers: list[dict]) -> list[dict]:
@@ -187,7 +149,7 @@ def _step(how: str, dense: dict, ours: dict, layer: list[dict], clock: str) -> d
     step |= {"x": x, "low": min(low, x), "high": max(high, x)}
     step |= dict.fromkeys(("share", "layer_x", "predicted", "why"))
     if layer:
-        alone = dense["layers"] / layer[0].get("together", 1) * layer[0][clock]
+        alone = dense["layers"] * layer[0][clock]
         share, layer_x = min(1.0, alone / dense[clock]), _times(layer[0], layer[1], clock)[1]
         step |= {"share": share, "layer_x": layer_x, "predicted": amdahl(share, layer_x)}
         waits = [row["wall_ms"] - _device_ms(row) if clock == "wall_ms" else 0.0 for row in (dense, ours)]
@@ -235,7 +197,7 @@ def pieces(rows: list[dict], layers: list[dict]) -> list[dict]:
         without = [other for other in rows if not other["head"] and same(other) == same(row)]
         device = _device_ms(row)
         head = max(0.0, device - _device_ms(without[0])) if without else 0.0
-        own = min(row["layers"] / layer.get("together", 1) * layer["ms"], device - head)
+        own = min(row["layers"] * layer["ms"], device - head)
         rest = "attention, norms and the rest" if without else "attention, LM head and the rest"
         parts = {"feed-forward layers": own, "LM head": head, rest: device - head - own}
         parts |= {"waiting for the host": row["wall_ms"] - device}
@@ -250,130 +212,27 @@ def _device_ms(row: dict) -> float:
     return min(row["wall_ms"], row.get("gpu_ms", row["ms"]))
 
 
-# ---- layers: by tokens and by nnz ----
-
-
-def by_tokens(layers: list[dict], nnz: float = 29) -> list[dict]:
-    """Return how many times as fast a planned layer is in each way, by the number of tokens: how, tokens, x, where."""
-    found = []
-    here = [row for row in select(layers) if abs(row["nnz"] - nnz) <= _NEAR * nnz]
-    for tokens in sorted({row["tokens"] for row in here}):
-        at = {row["path"]: row for row in reversed(here) if row["tokens"] == tokens}
-        for how, (dense, sparse, clock) in WAYS.items():
-            ours = next((at[path] for path in sparse if path in at), None)
-            if ours and dense in at and clock in ours and at[dense]["where"] == ours["where"]:
-                found.append(
-                    {"how": how, "tokens": tokens, "x": at[dense][clock] / ours[clock], "where": ours["where"]}
-                )
-    return found
-
-
-def by_nnz(layers: list[dict], kinds: dict[str, str]) -> list[dict]:
-    """Return how many times as fast as the dense layer TwELL, forced, and the planned layer are by the device's time,
-    at the number of tokens that was measured at the most nnz: nnz, x, path, of, tokens, where. kinds: name of a panel,
-    `of` -> kind of its rows."""
-    nnzs = {
-        tokens: {row["nnz"] for row in layers if row["tokens"] == tokens} for tokens in (r["tokens"] for r in layers)
-    }
-    tokens = max(nnzs, key=lambda tokens: len(nnzs[tokens]), default=None)
-    found: dict[tuple, dict] = {}
-    for of, kind in kinds.items():
-        for row in reversed(select(layers, kind, tokens=tokens)):
-            if row["path"] in ("forced twell", "planned"):
-                said = {key: row[key] for key in ("nnz", "path", "tokens", "where")}
-                found[of, row["path"], f"{row['nnz']:.2g}"] = said | {"x": row["x_dense"], "of": of}
-    return sorted(found.values(), key=lambda row: row["nnz"])
-
-
-# ---- memory and energy ----
-
-
-def costs(found: list[dict]) -> list[dict]:
-    """Return what planned models cost in percent of dense ones, where recorded: what, of (time, weights, peak memory,
-    energy), percent, dense and ours with their unit, where. found: `steps`."""
-    keys = {
-        "weights": ("weight_bytes", "MiB"),
-        "peak memory": ("peak_bytes", "MiB"),
-        "energy": ("mj_per_token", "mJ a token"),
-    }
-    rows = []
-    for step in found:
-        values = {"time": (step["dense_ms"], step["ours_ms"], "ms")}
-        values |= {of: (step["dense"].get(key), step["ours"].get(key), unit) for of, (key, unit) in keys.items()}
-        for of, (dense, ours, unit) in values.items():
-            if dense and ours:
-                scale = 2**-20 if unit == "MiB" else 1.0
-                row = {"what": step["name"], "of": of, "where": step["where"], "percent": 100 * ours / dense}
-                rows.append(row | {"dense": scale * dense, "ours": scale * ours, "unit": unit})
-    return rows
-
-
 # ---- this machine ----
 
 
-def yours(device: str, firing: FiringProfile | None = None) -> tuple[list[dict], list[dict]]:
-    """Rows of a drawn model that is planned, checked and timed on this machine, and rows of its layers.
+@torch.no_grad()
+def yours(
+    device: str, firing: FiringProfile | None = None, config: ModelConfig | None = None, seconds: float = 1.5
+) -> list[dict]:
+    """Rows of a drawn model that is planned, checked and timed on this machine: a forward of its context, and a step of
+    decoding behind as many tokens.
 
     device: "cpu" or "cuda". firing: of a model whose neurons those of the drawn one fire like; by default they fire as
-    the paper's. Raises StackError where transformers is missing, or too little memory is there."""
+    the paper's. config: other sizes. seconds: for how long each is timed on a CPU. Raises StackError where transformers
+    is missing, or too little memory is there."""
+    config = config or (_ON_GPU if device == "cuda" else _ON_CPU)
+    how = {"tokens": (config.context,), "batches": (1,), "cached": config.context, "device": device, "firing": firing}
     try:
-        return measured(_ON_GPU if device == "cuda" else _ON_CPU, device, firing=firing)
+        bench = models.Bench(config, about=DRAWN, **how)
+        found: list[dict] = []
+        for key in bench.works:
+            work, _ = bench.work(*key), bench.ready(key[1])
+            found += bench.measure(work, [DENSE, PLANNED], workloads.Clocks(bench.tokens.device, seconds))
     except RuntimeError as error:
         raise StackError(f"nothing was timed here: {error}") from None
-
-
-@torch.no_grad()
-def measured(
-    config: ModelConfig, device: str, seconds: float = 1.5, firing: FiringProfile | None = None
-) -> tuple[list[dict], list[dict]]:
-    """As `yours`, for a model of these sizes: a forward of its context, and a step of decoding behind as many tokens.
-    seconds: for how long each is timed on a CPU."""
-    length = config.context
-    how = {"tokens": (length,), "batches": (1,), "cached": length, "device": device, "firing": firing}
-    bench = models.Bench(config, about=DRAWN, **how)
-    found: list[dict] = []
-    layers: list[dict] = []
-    for key in bench.works:
-        work, _ = bench.work(*key), bench.ready(key[1])
-        clocks = _Beside(bench, work, seconds)
-        found += bench.measure(work, [DENSE, PLANNED], clocks)
-        if work.head:
-            layers += clocks.rows({**found[-1], "kind": "inference", "workload": LOGNORMAL})
-    where = {"where": f"yours, now, on {found[0]['device']}"}
-    return [row | where for each in found if (row := _read(each))], [row | where for row in layers]
-
-
-class _Beside(workloads.Clocks):
-    """Clocks of a model that time its feed-forward layers too, on what enters them, one after another: in the same
-    turns, so that what disturbs the one disturbs the other."""
-
-    def __init__(self, bench: models.Bench, work: workloads.Workload, seconds: float) -> None:
-        super().__init__(bench.tokens.device, seconds)
-        entered: list[Tensor] = []
-        hooks = [
-            each.module.register_forward_pre_hook(lambda _, given: entered.append(given[0])) for each in bench.layers
-        ]
-        work.makes(bench.dense, False)(0)
-        for hook in hooks:
-            hook.remove()
-        self.calls = {
-            f"{_LAYERS}{path}": functools.partial(_through, [(each.module, x) for each, x in zip(layers, entered)])
-            for path in (DENSE, PLANNED)
-            for layers in [feed_forwards(bench.model_of(path).model)]
-        }
-
-    def time(self, calls, tokens, label, left_out, captured=True):
-        taken = super().time({**calls, **self.calls}, tokens, label, left_out, captured)
-        own = [name for name in taken[0] if name.startswith(_LAYERS)]
-        self.taken = [{name.removeprefix(_LAYERS): each.pop(name) for name in own if name in each} for each in taken]
-        return taken
-
-    def rows(self, like: dict) -> list[dict]:
-        """Rows of all layers together, with the sizes of a model's row."""
-        keys = ("kind", "workload", "device", "dtype", "tokens", "d_model", "d_ff", "gated", "nnz")
-        shared = {key: like[key] for key in keys} | {"together": like["layers"]}
-        return timed.table(shared, self.taken[0], None, self.taken[1])
-
-
-def _through(pairs: list[tuple[nn.Module, Tensor]], turn: int) -> Tensor:
-    return [layer(x) for layer, x in pairs][-1]
+    return [_read(row) | {"where": f"yours, now, on {row['device']}"} for row in found]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from ... import plots
 from ..charts import bars, finish, lines, one
@@ -13,7 +12,6 @@ from ..drawing import nothing, say
 from .data import amdahl
 
 WAYS = {"eager": {"colour": plots.BLUE}, "compiled": {"colour": plots.SKY}, "CUDA graph": {"colour": plots.PURPLE}}
-PATHS = {"planned": ("planned", plots.BLUE), "forced twell": ("TwELL, forced", plots.RED)}
 PIECES = {
     "feed-forward layers": {"colour": plots.GREEN},
     "LM head": {"colour": plots.ORANGE},
@@ -21,6 +19,7 @@ PIECES = {
     "attention, LM head and the rest": {"colour": plots.GREY, "pattern": {"shape": "x"}},
     "waiting for the host": {"colour": plots.FAINT, "marker": {"line": {"color": plots.GREY, "width": 1}}},
 }
+SYMBOLS = {"forward": "circle", "decode": "diamond", "training": "square"}
 _CURVES = (1.5, 2, 3, math.inf)  # times as fast, for which Amdahl's law is drawn
 _ROW = 26  # pixels of a line of a horizontal figure
 
@@ -52,27 +51,24 @@ def beside_layers(
     return finish(figure, title, found, 30 + _ROW * len(found), x="times as fast as dense", across=True)
 
 
-def law(found: list[dict], own: list[dict] = ()) -> go.Figure:
+def law(found: list[dict]) -> go.Figure:
     """Amdahl's law: the model's gain over the share of its time that layers take. Curves: layers that become so many
     times as fast. Points: measured, each hanging on what the law predicts."""
     title = "Amdahl's law: what a share of the time allows"
-    known = [step for step in (*found, *own) if step["share"]]
+    known = [step for step in found if step["share"]]
     if not known:
         return nothing(title)
-    figure, shares = go.Figure(), [i / 100 for i in range(86)]
-    top = max(2.0, 1.15 * max(max(step["predicted"], step["high"]) for step in known))
+    figure, top = go.Figure(), max(2.0, 1.15 * max(max(step["predicted"], step["high"]) for step in known))
     for times in _CURVES:
-        points = [{"share": 100 * share, "x": amdahl(share, times)} for share in shares]
-        look = {"dash": "solid" if times == math.inf else "dot", "colour": plots.GREY, "width": 1}
-        lines(figure, points, "share", "x", lambda _: None, looks={None: look}, mode="lines", showlegend=False)
+        points = [{"share": share, "x": amdahl(share / 100, times)} for share in range(86)]
+        look = {"dash": "solid" if times == math.inf else "dot", "colour": plots.GREY, "width": 1, "mode": "lines"}
+        lines(figure, points, "share", "x", lambda _: None, looks={None: look}, showlegend=False)
         end = next((point for point in points if point["x"] > 0.97 * top), points[-1])  # where it leaves the figure
         name = "no time" if times == math.inf else f"{times:g}x"
         say(figure, end["share"], min(end["x"], 0.97 * top), name, "left", 11, xshift=4, bgcolor="white", borderpad=1)
-    symbols = {"forward": "circle", "decode": "diamond", "training": "square"}
     for step in known:
-        mine, colour = step in own, WAYS[step["how"]]["colour"]
-        name = f"{step['step']}, {step['how']}" + ", yours, now" * mine
-        marker = {"symbol": [symbols[step["step"]] + "-open" * mine, "line-ew-open"], "size": [13 if mine else 10, 10]}
+        name, colour = f"{step['step']}, {step['how']}", WAYS[step["how"]]["colour"]
+        marker = {"symbol": [SYMBOLS[step["step"]], "line-ew-open"], "size": 10}
         look = {"colour": colour, "width": 1, "marker": marker | {"opacity": 1, "line": {"width": 2, "color": colour}}}
         ends = [{"share": 100 * step["share"], "x": step[key]} for key in ("x", "predicted")]
         said = lambda end, step=step: f"{step['name']}: {end['x']:.2f}x at {end['share']:.0f}%"
@@ -100,67 +96,6 @@ def pieces(found: list[dict]) -> go.Figure:
     figure = finish(figure, title, shown, 30 + _ROW * len(wholes), x=axis, across=True).update_layout(barmode="stack")
     most = max((percent(piece, "whole") for piece in wholes.values()), default=0)
     return figure.update_xaxes(range=[0, 1.14 * most]).update_yaxes(categoryorder="array", categoryarray=[*wholes])
-
-
-def times(found: list[dict]) -> go.Figure:
-    """Milliseconds of each step, dense and planned, in each way."""
-    figure = go.Figure()
-    for step in sorted(found, key=lambda step: [*WAYS].index(step["how"])):
-        colour, values = WAYS[step["how"]]["colour"], [step["ours_ms"], step["dense_ms"]]
-        marker = {"color": [colour, plots.GREY], "size": 11, "symbol": ["circle", "circle-open"]}
-        marker |= {"line": {"width": 2, "color": [colour, plots.GREY]}}
-        looks = {step["how"]: {"colour": plots.GREY, "width": 1, "marker": marker}}
-        dots = [{"ms": ms, "name": step["name"], "how": step["how"]} for ms in values]
-        lines(figure, dots, "ms", "name", "how", hover=lambda end: f"{end['name']}: {end['ms']:.3g} ms", looks=looks)
-        said = f"{_number(values[1])} to {_number(values[0])}"
-        say(figure, math.log10(max(values)), step["name"], said, "left", 11, xshift=10)
-    title = "Milliseconds: dense (grey), and with planned layers"
-    figure = finish(figure, title, found, 30 + _ROW * len(found), x="ms a step (log scale)", across=True)
-    ends = [math.log10(step[key]) for step in found for key in ("dense_ms", "ours_ms")] or [0]
-    low, high = min(ends) - 0.15, max(ends)
-    figure.update_yaxes(categoryorder="array", categoryarray=[step["name"] for step in found])
-    return figure.update_xaxes(type="log", range=[low, high + 0.35 * (high - low)], dtick=1, tickformat=",")
-
-
-def by_tokens(found: list[dict]) -> go.Figure:
-    """Times as fast as dense over the number of tokens, a line for each way. found: data.by_tokens."""
-    said = lambda row: f"{row['how']}, {row['tokens']:,} tokens: {row['x']:.2f}x"
-    looks = {how: look | {"dash": "dot", "symbol": "circle"} for how, look in WAYS.items()}
-    figure = one(lines(go.Figure(), found, "tokens", "x", "how", hover=said, looks=looks))
-    title, ticks = "One planned layer, by the number of tokens", {row["tokens"] for row in found}
-    return finish(figure, title, found, 270, x="tokens at once", y="times as fast as dense", log_x=ticks)
-
-
-def by_nnz(found: list[dict]) -> go.Figure:
-    """Times as fast as dense over nnz, a panel for each `of`. found: data.by_nnz."""
-    panels = [*dict.fromkeys(row["of"] for row in found)]
-    title = (
-        f"One layer, {max((row['tokens'] for row in found), default=0):,} tokens, by the number of neurons that fire"
-    )
-    if not panels:
-        return nothing(title)
-    figure = make_subplots(rows=1, cols=len(panels), horizontal_spacing=0.12)
-    looks = {name: {"colour": colour, "dash": "dot", "symbol": "circle"} for name, colour in PATHS.values()}
-    for column, of in enumerate(panels, 1):
-        here, path = [row for row in found if row["of"] == of], lambda row: PATHS[row["path"]][0]
-        said = lambda row: f"{PATHS[row['path']][0]}, nnz {row['nnz']:.0f}: {row['x']:.2f}x"
-        lines(figure, here, "nnz", "x", path, hover=said, looks=looks, row=1, col=column)
-        figure.update_yaxes(title_text=f"{of}: times as fast as dense", row=1, col=column)
-    ticks = sorted({round(row["nnz"]) for row in found})
-    ticks = [tick for i, tick in enumerate(ticks) if not i or tick > 1.2 * ticks[i - 1]]
-    return finish(one(figure), title, found, 290, x="neurons firing for a token, mean", log_x=ticks)
-
-
-def costs(found: list[dict]) -> go.Figure:
-    """Return what planned models take, in percent of the dense ones. found: data.costs."""
-    colours = {"time": plots.BLUE, "weights": plots.ORANGE, "peak memory": plots.GREEN, "energy": plots.RED}
-    looks = {of: {"colour": colour, "size": 11} for of, colour in colours.items()}
-    values = lambda cost: f"{_number(cost['dense'])} to {_number(cost['ours'])} {cost['unit']}"
-    said = lambda cost: f"{cost['what']}: {cost['of']} {cost['percent']:.3g}%, {values(cost)}"
-    figure = lines(go.Figure(), found, "percent", "what", "of", hover=said, looks=looks, mode="markers")
-    figure.add_vline(x=100, line={"color": plots.INK, "width": 1})
-    height, axis = 30 + _ROW * len({cost["what"] for cost in found}), "% of the dense model's (100: the same)"
-    return finish(figure, "Planned models, in % of the dense ones", found, height, x=axis, across=True)
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Notebook 04, recorded: the L1 sweep of a larger model, and the trained models in data/checkpoints."""
+"""Notebook 04: runs with more and more L1, and the trained models in data/checkpoints."""
 
 from . import figures
-from .data import checkpoint, checkpoints, recorded, renewed, where
+from .data import checkpoint, recorded, renewed, rows, where

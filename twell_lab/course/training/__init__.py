@@ -1,4 +1,3 @@
 """Notebook 04, trained live: small models with and without the L1 term, and which neurons still fire in them."""
 
-from . import figures
 from .data import SMALL, firing_share, held_out, some_text
