@@ -67,7 +67,7 @@ def draw(drawn: dict) -> bytes:
         )  # fmt: skip
     figure.add_vline(1, line={"color": plots.GREY, "width": 2}, layer="below", row=1, col=1)
     figure.add_hline(1, line={"color": plots.INK, "width": 2}, row=2, col=1)
-    figure.update_xaxes(range=[0, 3.2], dtick=1, row=1, col=1)
+    figure.update_xaxes(range=[0, 1.15 * max(map(max, drawn["done"].values()))], dtick=1, row=1, col=1)
     figure.update_yaxes(autorange="reversed", showticklabels=False, row=1, col=1)
     figure.update_xaxes(type="category", tickangle=0, row=2, col=1)
     figure.update_xaxes(title="neurons firing for a token, of 5,632", row=2, col=1)

@@ -25,15 +25,7 @@ SKY, RED, GREY = "#56B4E9", "#D55E00", "#8A8A8A"
 COLOURS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
 INK, FAINT = "#222222", "#E6E6E6"
 
-OTHER_KERNELS = ("portable", "mma.sync")  # rows of these paths time a layer on kernels that would not be picked for it
-
-
 # ---- plain numbers and names ----
-
-
-def picked(path: str) -> bool:
-    """Return whether a row's path is the layer as it runs, or the dense layer; False for kernels timed beside it."""
-    return path.partition(" (")[0] not in OTHER_KERNELS
 
 
 def layer_names(names: list[str]) -> list[str]:
@@ -311,7 +303,7 @@ def _figure(**panels: Any) -> Figure:
 
 def series(rows: list[dict], mine: str) -> dict[str, list[dict]]:
     """Return measured rows grouped into named lines, in their order. mine: what each name begins with."""
-    rows = [row for row in rows if not row["path"].startswith("dense eager") and picked(row["path"])]
+    rows = [row for row in rows if not row["path"].startswith("dense eager")]
     rows = [row for row in rows if row.get("x_dense") is not None and row.get("tokens")]
     several = len({row.get("workload") for row in rows if not row.get("label")}) > 1
     groups: dict[tuple, list[dict]] = {}

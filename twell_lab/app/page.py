@@ -17,7 +17,7 @@ import jinja2
 
 from .. import records
 from ..course.sentence import web
-from ..plots import decode, layer_names, percentiles, picked, series, share
+from ..plots import decode, layer_names, percentiles, series, share
 from .charts import Axis, Line, chart
 from .terminal import Ratio, said_fast, verdict
 
@@ -184,7 +184,7 @@ def _how(row: dict) -> str:
 
 
 def is_sparse(row: dict) -> bool:
-    return row.get("x_dense") is not None and not row["path"].startswith("dense") and picked(row["path"])
+    return row.get("x_dense") is not None and not row["path"].startswith("dense")
 
 
 def _at(row: dict) -> str:

@@ -239,6 +239,19 @@ _GENERATION = (
 _LOOPS: dict[str, Any] = {"kind": "decoding", "by": "{path}, batch {batch}"}
 generations = _table("decoding", "whole generations, {where}", _GENERATION, **_LOOPS)
 large_generations = _table("decoding-8b", "an 8B shape with SiLU, {where}", _GENERATION, **_LOOPS)
+_SERVED = (
+    ("{path}", "tokens a second", "{tokens_per_s:.0f}"),
+    ("{path}", "s to the whole answer, median", "{p50_s:~}"),
+    ("{path}", "s, 99th percentile", "{p99_s:~}"),
+)
+serving = _table("serving", "drawn 2B Llama, {where}", _SERVED, kind="serving")
+_TUNED = (
+    ("{path}", "nats a byte, before", "{loss_before:.4f}"),
+    ("{path}", "after", "{loss:.4f}"),
+    ("{path}", "neurons that fire", "{density:.1%}"),
+    ("{path}", "times as fast", "{x_dense:.2f}"),
+)
+tuned = _table("fine-tuning", "4 layers of 2,048 x 5,632, {where}", _TUNED, kind="fine-tuning")
 _STEPS = (
     ("{step}, {d_model} wide, {nnz:.0f} neurons firing", "{path}", "{ms:~}", COMPILED),
     (
