@@ -60,7 +60,7 @@ SHOWN = {
     "against nnz": (lambda: hopper_figures.against_nnz(everything()), {"TwELL": [1.0, 1.2, 3.0]}),
     "bars": (
         lambda: measure.figures.bars({"dense": [4.0, 4.0, 4.4], "sparse": [1.0, 2.0, 9.0]}, "", base="dense"),
-        {"several": [4.0, 2.0]},
+        {"medians": [4.0, 2.0]},
     ),
     "against density": (
         lambda: measure.figures.against_density(DENSITIES, ""),

@@ -29,13 +29,13 @@ def bars(
     for name, values in samples.items():
         (middle, _), ordered = quartiles(values), sorted(values)
         ends = {"low": middle - ordered[len(values) // 4], "high": ordered[(3 * len(values) - 1) // 4] - middle}
-        rows.append({"name": name, "ms": middle, "of": "one" if len(values) == 1 else "several", **ends})
+        rows.append({"name": name, "ms": middle, "of": "single calls" if len(values) == 1 else "medians", **ends})
     figure, looks = go.Figure(), {}
     for of, mine in groups(rows, "of").items():  # a single reading has no whiskers, not some of length 0
         ends = {"array": [row["high"] for row in mine], "arrayminus": [row["low"] for row in mine]}
         colours = [plots.GREY if row["name"] == base else plots.BLUE for row in mine]
         looks[of] = {"marker": {"color": colours}, "showlegend": False}
-        looks[of] |= {"error_x": ends | {"color": plots.INK, "thickness": 1, "width": 4}} if of == "several" else {}
+        looks[of] |= {"error_x": ends | {"color": plots.INK, "thickness": 1, "width": 4}} if of == "medians" else {}
     said = lambda row: f"{row['name']}: {row['ms']:.3g} ms"
     charts.bars(figure, rows, "name", "ms", "of", hover=said, looks=looks, across=True)
     for row in rows:
