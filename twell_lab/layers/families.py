@@ -1,5 +1,5 @@
 """The families of models whose feed-forward layers are known: a table of where each keeps the parts of one. What is not
-in it is added by `register_family`."""
+in it is added by `register_family`; what a new line needs beside it, CONTRIBUTING.md says."""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ class SparseFFN(nn.Module, StandIn):
     rewritten once, in place, for the paths that the plan takes (layers.storage). A module in training mode is not
     rewritten; `train()` later changes nothing, stays exact and may be slow.
 
-    A forward on plain tensors runs a path; where gradients are needed, ops.train does. Whatever is unusual calls the
+    A forward on plain tensors runs a path (ops.dispatch says which kernels that are on which GPU); where gradients are
+    needed, ops.train does. A tile with more firing neurons than it has words costs time for its row, never a value:
+    `down_rows` or ops.train_lost computes that row from the dense weights. Whatever is unusual calls the
     dense module, with its projections as modules: transforms, traces, forward AD, autocast without gradients, tensor
     subclasses, other dtypes, and a projection that was replaced, hooked, parametrized or adapted after the swap. So do
     activations that no kernel computes (`acts` and `kept` are None), and gradients of all but the ReLU and its square.

@@ -1,4 +1,4 @@
-"""Which kernels run one feed-forward layer on a GPU: the one place that picks.
+"""Which kernels run one feed-forward layer on which GPU in inference: the one place that picks. In training: ops.train.
 
 Three paths compute the same function:
   dense      every neuron, through the tensor cores;
@@ -6,8 +6,8 @@ Three paths compute the same function:
              these alone;
   hot_cold   the neurons that fire most (the first `hot` rows of the weights) are computed as in dense, the others as in
              twell, and both are added up before y is rounded.
-Each runs on the best kernels that take the call: `sm90_` (Hopper), the decode kernels for few tokens, or, after torch's
-own gate GEMM, the kernels that list or pack its values.
+Each runs on the best kernels that take the call: `sm90_` on Hopper; `sm80_decode` from Ampere on, for few tokens; or,
+on any GPU from Turing on, after torch's own gate GEMM, those that list or pack its values (`smxx_`).
 
 A row that the pool of a packed gate (ops.gate_pack) cannot hold, or that has more than HEAVY values, is finished by
 `down_rows` from the dense weights. So overflow costs time for that row, never a value, and the host does not learn of

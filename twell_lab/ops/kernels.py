@@ -110,7 +110,7 @@ def describe(name: str, **macros: object) -> str:
     arguments = ", ".join(_LETTERS[letter] for letter in launched.parameters)
     head = (core.kernels_dir() / source.file).read_text(encoding="utf-8").partition("\n#")[0]
     texts = {path: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("[a-z]*.py")}
-    place, code = next((path, text) for path, text in texts.items() if f'Source(\n    "{source.name}"' in text)
+    place, code = next((path, text) for path, text in texts.items() if re.search(rf'Source\(\s*"{source.name}"', text))
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     launches = [call for call in calls if ast.unparse(call.func) in ("launch", "call.launch")]
     return "\n".join(

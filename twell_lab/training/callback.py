@@ -14,8 +14,7 @@ from ..core import InputError
 from ..layers.find import firing_layers
 from ..layers.terms import layer_terms
 from ..models.tiny import check_whole
-from .config import l1_coefficient
-from .objective import reinitialise
+from .objective import l1_coefficient, reinitialise
 
 
 class SparsityCallback:

@@ -1,5 +1,4 @@
-"""What a training run is told (TrainConfig), in each step too (`learning_rate`, `l1_coefficient`), and what it returns
-(TrainResult)."""
+"""What a training run is told (TrainConfig), its learning rate at each step, and what it returns (TrainResult)."""
 
 from __future__ import annotations
 
@@ -168,11 +167,6 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     """Return the learning rate at a step, counted from 1: lr, times a linear warm-up, times a cosine from 1 to 0.1."""
     warm = min(1.0, step / config.warmup) if config.warmup else 1.0
     return config.lr * warm * (0.55 + 0.45 * math.cos(math.pi * (step - 1) / config.steps))
-
-
-def l1_coefficient(l1: float, delay: int, warmup: int, step: int) -> float:
-    """Return the penalty's coefficient at a step, counted from 1: 0 for `delay` steps, a ramp of `warmup`, then l1."""
-    return l1 * min(1.0, max(0, step - delay) / max(1, warmup))
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,8 +37,8 @@ from ..models.swap import sparsify
 from ..models.tiny import LanguageModel
 from ..ops.checks import all_finite
 from . import checkpoint, parallel
-from .config import TrainConfig, TrainResult, l1_coefficient, learning_rate
-from .objective import Objective, bits_per_byte, eval_batch, reinitialise
+from .config import TrainConfig, TrainResult, learning_rate
+from .objective import Objective, bits_per_byte, eval_batch, l1_coefficient, reinitialise
 from .parallel import World
 from .text.source import check_enough, load_any, random_windows, spread_windows
 from .text.tokenizer import tokenizer_of

@@ -1,5 +1,5 @@
-"""What training minimises, measured in one pass: cross-entropy, and the L1 of what enters each down projection; and the
-remedy for the neurons that this kills."""
+"""What training minimises, measured in one pass: cross-entropy, and the L1 of what enters each down projection, times a
+coefficient that has a schedule (`l1_coefficient`); and the remedy for the neurons that this kills."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from . import parallel
 EVAL_BATCH = 64  # windows read at a time where nothing is learned from them
 SIGMA = 0.02  # the deviation of fresh gate rows
 EVAL_SCORES = 2**28  # the most scores of next tokens that they may have: 1 GiB in float32
+
+
+def l1_coefficient(l1: float, delay: int, warmup: int, step: int) -> float:
+    """Return the penalty's coefficient at a step, counted from 1: 0 for `delay` steps, a ramp of `warmup`, then l1."""
+    return l1 * min(1.0, max(0, step - delay) / max(1, warmup))
 
 
 def cross_entropy(model: nn.Module, windows: Tensor, *, of_scores=F.cross_entropy) -> Tensor:

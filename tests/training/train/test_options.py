@@ -26,9 +26,9 @@ from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import train as operator
 from twell_lab.training import loop as running
 from twell_lab.training import objective
-from twell_lab.training.config import TrainResult, l1_coefficient
+from twell_lab.training.config import TrainResult
 from twell_lab.training.loop import initial_model, train
-from twell_lab.training.objective import Objective, bits_per_byte, cross_entropy
+from twell_lab.training.objective import Objective, bits_per_byte, cross_entropy, l1_coefficient
 from twell_lab.training.text.source import load_any, random_windows, spread_windows
 
 PLAIN = dict(activation="relu2", gated=False)

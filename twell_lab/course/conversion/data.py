@@ -25,7 +25,8 @@ from ...layers.terms import LayerTerm, layer_terms
 from ...models.relufy import relufy
 from ...models.thresholds import Calibration, LossChange, calibrate, losses
 from ...models.tiny import LanguageModel, ModelConfig
-from ...training.config import TrainConfig, l1_coefficient, learning_rate
+from ...training.config import TrainConfig, learning_rate
+from ...training.objective import l1_coefficient
 from ...training.sweep import pressed
 from ...training.text.source import Text, random_windows
 from ..own_model.data import read, windows
