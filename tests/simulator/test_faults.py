@@ -4,6 +4,7 @@ process goes on as before, in the build that watches nothing too where a thread 
 import faulthandler
 import os
 import platform
+import select
 import signal
 import subprocess
 import sys
@@ -424,7 +425,7 @@ BESIDE = (
 
 
 def in_a_process(planted: simulator.Program, folder: Path, text: str, interrupt: bool = False) -> tuple[int, str, str]:
-    """Run `text` after a launch, with SIGINT once it has said that it is ready; return status, output and errors."""
+    """Run `text` after a launch, with SIGINT after it has said that it is ready, until it says more; return status, output and errors."""
     (folder / "planted.cu").write_text(SOURCE)
     command = [sys.executable, "-c", PROGRAM + text, str(folder / "planted.cu")]
     with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -433,6 +434,8 @@ def in_a_process(planted: simulator.Program, folder: Path, text: str, interrupt:
                 assert process.stdout.readline() == "ready\n"
                 time.sleep(0.5)
                 process.send_signal(signal.SIGINT)
+                while not select.select([process.stdout], [], [], 20)[0]:  # again, should it have come too early
+                    process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=200)
         finally:
             process.kill()
@@ -441,7 +444,7 @@ def in_a_process(planted: simulator.Program, folder: Path, text: str, interrupt:
 
 def test_ctrl_c_ends_an_endless_loop_and_a_crash_outside_of_kernels_is_still_the_process_s_own(planted, tmp_path):
     text = "try:\n    print('ready', flush=True)\n    launch('endless', seconds=300)\nexcept KeyboardInterrupt:\n"
-    text += "    print('interrupted')\nlaunch('adds', 5)\nprint(out[:3].tolist(), flush=True)\nfaulthandler.enable()\n"
+    text += "    print('interrupted', flush=True)\nlaunch('adds', 5)\nprint(out[:3].tolist(), flush=True)\nfaulthandler.enable()\n"
     status, out, err = in_a_process(planted, tmp_path, text + BESIDE + "ctypes.string_at(8)\n", interrupt=True)
     assert out == "interrupted\n[5.0, 6.0, 7.0]\n", err
     assert status == -signal.SIGSEGV and err.count("Fatal Python error: Segmentation fault") == 1

@@ -88,11 +88,26 @@ def main(arguments: list[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     try:
         terminal.set_up()
-        return _run(arguments)
+        if arguments[:2] == ["bench", "model"]:  # two words, one command
+            arguments = ["bench model", *arguments[2:]]
+        try:
+            options = vars(_parser(*arguments[:1]).parse_args(arguments or ["--help"]))
+        except SystemExit as stopped:
+            if not stopped.code:  # after --help or --version, whose output argparse may have lost
+                terminal.write("")
+            raise
+        command, json = COMMANDS[options.pop("command")], options.pop("json")
+        if (answer := command(**options)) is None:  # another process of torchrun's gives it
+            return 0
+        answer.say(json)
+        return answer.status
     except KeyboardInterrupt as error:
-        why, status = f"\ntwell-lab: {_how_to_go_on(error)}", 130
         if rank != "0":  # under torchrun one process reports it for all
-            return status
+            return 130
+        why, status = "\ntwell-lab: interrupted", 130
+        if folder := getattr(error, "folder", None):  # of checkpoint.Interrupted: a training that was saved
+            started = "torchrun as before, with" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "twell-lab train"
+            why = f"\ntwell-lab: {error}; to go on: {started} --resume {shlex.quote(folder)}"
     except TwellError as error:  # there each process reports its own
         why, status = f"twell-lab{'' if rank == '0' else f', process {rank}'}: {error}", 2
     except (MemoryError, RuntimeError) as error:
@@ -106,29 +121,3 @@ def main(arguments: list[str] | None = None) -> int:
         why, status = f"twell-lab: {error}", 2
     print(why, file=sys.stderr)
     return status
-
-
-def _run(arguments: list[str]) -> int:
-    """Do what these arguments ask for and write the output. Returns the exit status."""
-    if arguments[:2] == ["bench", "model"]:  # two words, one command
-        arguments = ["bench model", *arguments[2:]]
-    try:
-        options = vars(_parser(*arguments[:1]).parse_args(arguments or ["--help"]))
-    except SystemExit as stopped:
-        if not stopped.code:  # after --help or --version, whose output argparse may have lost
-            terminal.write("")
-        raise
-    command, json = COMMANDS[options.pop("command")], options.pop("json")
-    if (answer := command(**options)) is None:  # another process of torchrun's gives it
-        return 0
-    answer.say(json)
-    return answer.status
-
-
-def _how_to_go_on(error: BaseException) -> str:
-    """Return what was interrupted and, of a training that was saved, what goes on with it."""
-    folder = getattr(error, "folder", None)  # of checkpoint.Interrupted
-    if folder is None:
-        return "interrupted"
-    started = "torchrun as before, with" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "twell-lab train"
-    return f"{error}; to go on: {started} --resume {shlex.quote(folder)}"

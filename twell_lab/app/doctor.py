@@ -16,13 +16,9 @@ from ..core import StackError
 from ..cuda import compile as compiler
 from .terminal import Answer, folded
 
-USES = {  # of packages that are used where they are there
-    "the course": ("jupyterlab", "ipywidgets", "anywidget", "plotly"),
-    "models of the Hub": ("transformers",),
-    "BPE": ("tokenizers",),
-    "texts of the Hub": ("datasets",),
-    "a GPU's energy": ("nvidia-ml-py",),
-}
+USES = {"transformers": "models of the Hub", "tokenizers": "BPE", "datasets": "texts of the Hub"}
+USES |= dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "plotly"), "the course")
+USES |= {"nvidia-ml-py": "a GPU's energy"}  # packages that are used where they are there
 
 
 class Finding(NamedTuple):
@@ -103,13 +99,13 @@ def _gpu(facts: dict) -> tuple:
     if facts["usable"]:
         return "ok", named
     driver, build = core.major(facts["cuda_driver"]), core.major(facts["torch_cuda"])
-    torch = f"torch {facts['torch']}, built for CUDA {facts['torch_cuda']},"
-    if build is not None and (driver is None or driver >= build):  # another stack would not help
-        return "limited", f"{named}; {torch} cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
-    why = f"{torch} needs a newer driver than this one, which runs CUDA up to {facts['cuda_driver']}"
     if build is None:
-        why = f"torch {facts['torch']} is a build without CUDA" if facts["torch"] else "torch is not installed"
-    return "limited", f"{named}; {why}", install_command("cu12")
+        return "limited", f"{named}; torch is not installed, or is a build without CUDA", install_command("cu12")
+    torch = f"{named}; torch {facts['torch']}, built for CUDA {facts['torch_cuda']},"
+    if driver is None or driver >= build:  # another stack would not help
+        return "limited", f"{torch} cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
+    why = f"needs a newer driver than this one, which runs CUDA up to {facts['cuda_driver']}"
+    return "limited", f"{torch} {why}", install_command("cu12")
 
 
 def _cupy(facts: dict) -> tuple:
@@ -146,9 +142,8 @@ def _simulator(facts: dict) -> tuple:
 
 
 def _packages(facts: dict) -> tuple:
-    versions = {name: _version(name) for names in USES.values() for name in names}
-    shown = {name: f"{name} {version or 'is not installed'}" for name, version in versions.items()}
-    said = "; ".join(f"{', '.join(shown[name] for name in names)} ({use})" for use, names in USES.items())
+    versions = {name: _version(name) for name in USES}
+    said = ", ".join(f"{name} {version or f'is not installed ({USES[name]})'}" for name, version in versions.items())
     absent = [name for name in versions if not versions[name] and (facts["gpus"] or name != "nvidia-ml-py")]
     return ("missing", said, f"pip install {shlex.join(absent)}") if absent else ("ok", said)
 

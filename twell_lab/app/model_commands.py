@@ -182,7 +182,7 @@ def profile(
     html: Annotated[Path | None, "draw it into a page that needs no network"] = None,
     plot: Annotated[Path | None, "draw its layers into a picture: .png, .svg or .pdf; needs kaleido"] = None,
 ) -> Answer:
-    """int which neurons of a saved model fire on a text."""
+    """Count which neurons of a saved model fire on a text."""
     from ..analysis.predict import verdict
     from ..analysis.profile import FiringProfile, profile
 

@@ -77,6 +77,9 @@ _DERIVED: dict[str, Callable[[Row], Any]] = {
     "work": lambda row: row["workload"].split(", ", 1)[1],
     "before": lambda row: row["workload"].partition("decode step")[0],
     "step": lambda row: row["workload"].removeprefix(_STEP),
+    "heavy": lambda row: "all 5,632" if "," in row["workload"] else "1,500 neurons",
+    "heavy rows": lambda row: Row(tokens=int(re.findall(r"\d+", row["workload"])[0]))["at once"],
+    "longer": lambda row: row["ms"] / row.other(workload=_HEAVY + "0")["ms"] - 1,
     "MiB": lambda row: row["peak_bytes"] / 2**20,
     "large": lambda row: row.other(way="dense")["MiB"] > LITTLE,
     "way": _way,
@@ -162,7 +165,6 @@ FIRES_29 = {"nnz": lambda nnz: 25 < nnz < 33}
 _BOTH = "{x:.2f} ({walls:.2f})"
 _MS, _FIRING = "milliseconds, {where}", "neurons firing for a token, mean; {where}"
 _HOT, _CODE = {"numberless": "forced hot_cold"}, "planned compiled"
-_SPARSE: dict[str, Any] = {"path": lambda path: not path.startswith(DENSE)}
 
 _CALLS = (
     ("torch's dense layer", "{at once}", "{wall_ms:~}", DENSE),
@@ -204,26 +206,21 @@ host = _table("host-time", _MS, _HOST, "{workload}", kind="host")
 def heavy(recorded: list[Record]) -> str:
     """Return how much longer the TwELL path takes, forward and in training, if for some of 16,384 tokens 1,500 neurons
     fire, or all."""
-    cells = []
+    cells: list[tuple[str, str, str]] = []
+    some = {"workload": lambda work: work != _HEAVY + "0"}
+    which: dict[str, Any] = {"path": "forced twell", "workload": lambda work: work.startswith(_HEAVY)}
     for name, says in (("inference", "forward"), ("training", "training step")):
-        which: dict[str, Any] = {"path": "forced twell", "workload": lambda work: work.startswith(_HEAVY)}
         record, rows = rows_of(recorded, name, kind=name, **SHAPE, **which)
-        times = {row["workload"].removeprefix(_HEAVY): row["ms"] for row in rows}
-        if record is None or (light := times.pop("0", None)) is None:
-            continue
-        for work, ms in times.items():
-            count, _, every = work.partition(", ")
-            line = f"{says}, {'all 5,632' if every else '1,500 neurons'}; {_where(rows[0], record)}"
-            cells.append((line, Row(tokens=int(count))["at once"], f"{ms / light - 1:+.0%}"))
+        line = f"{says}, {{heavy}}; {_where(rows[0], record)}" if record else ""
+        cells += _filled(rows, [(line, "{heavy rows}", "{longer:+.0%}", some)], "")
     return _grid("longer by", cells)
 
 
 # ---- whole models ----
 
-_LATEST = {"latest": True}
 _WHOLE = (
-    ("{call}", "{way}", "{wall_ms:~} ({wall_spread:~}){faster}", _LATEST),
-    ("{call}: mJ a token", "{way}", "{mj_per_token:~}", _LATEST),
+    ("{call}", "{way}", "{wall_ms:~} ({wall_spread:~}){faster}", {"latest": True}),
+    ("{call}: mJ a token", "{way}", "{mj_per_token:~}", {"latest": True}),
     ("{call}: peak MiB", "{way}", "{MiB:,.0f}", {"large": True}),
     ("{call}: loss, nats", "{way}", "{loss:.4f}", {"kind": "model_forward", "graph": False}),
 )
@@ -252,62 +249,53 @@ _TUNED = (
     ("{path}", "times as fast", "{x_dense:.2f}"),
 )
 tuned = _table("fine-tuning", "4 layers of 2,048 x 5,632, {where}", _TUNED, kind="fine-tuning")
+_STEPPED = "{step}, {d_model} wide, {nnz:.0f} neurons firing"
 _STEPS = (
-    ("{step}, {d_model} wide, {nnz:.0f} neurons firing", "{path}", "{ms:~}", COMPILED),
-    (
-        "{step}, {d_model} wide, {nnz:.0f} neurons firing",
-        "{path}",
-        "{ms:~}, {x_compiled:.2f}x",
-        {"path": lambda path: path != COMPILED},
-    ),
+    (_STEPPED, "{path}", "{ms:~}", COMPILED),
+    (_STEPPED, "{path}", "{ms:~}, {x_compiled:.2f}x", {"path": lambda path: path != COMPILED}),
 )
 _COMPILED: dict[str, Any] = {"path": lambda path: "compiled" in path, "workload": lambda work: work.startswith(_STEP)}
 steps = _table("training", "milliseconds a step, {where}", _STEPS, **_COMPILED)
 
-# What is done, and which rows say how fast a layer is at it, and a whole model: the record's name, what they have in
-# common, which of their times counts, and the paths of dense and planned.
 _CALLED, _GRAPHS, _COMPILED_TOO = (DENSE, "planned"), (DENSE + _GRAPH, "planned" + _GRAPH), (COMPILED, _CODE)
 _TL, _LOOP = ("tl.generate, dense", "tl.generate, planned"), ("generate, dense", "generate, planned")
 _READ, _READ_64 = ({"head": True, "workload": f"{_LARGEST}{many} x 2,048 tokens"} for many in (1, 64))
-DONE: dict[str, tuple[tuple, tuple]] = {
-    "write a text, `tl.generate`": (("inference", {"tokens": 1}, "ms", _GRAPHS), ("decoding", {"batch": 1}, "ms", _TL)),
-    "write 16 texts, `tl.generate`": (
-        ("inference", {"tokens": 16}, "ms", _GRAPHS),
-        ("decoding", {"batch": 16}, "ms", _TL),
-    ),
-    "read 2,048 tokens, a CUDA graph": (
-        ("inference", {"tokens": 2048}, "ms", _GRAPHS),
-        (RECORD, _READ, "wall_ms", _GRAPHS),
-    ),
-    "read 64 x 2,048 tokens, plain calls": (
-        ("inference", {"tokens": 131072}, "wall_ms", _CALLED),
+_ONE, _SIXTEEN, _TRAINED = {"batch": 1}, {"batch": 16}, {"workload": f"{_STEP}8 layers"}
+# What is done, and how fast a layer and a whole model are at it: the record's name, which rows (of a layer how many
+# tokens), which of their times counts, and the paths of dense and planned.
+DONE: tuple[tuple, ...] = (
+    ("write a text, `tl.generate`", ("inference", 1, "ms", _GRAPHS), ("decoding", _ONE, "ms", _TL)),
+    ("write 16 texts, `tl.generate`", ("inference", 16, "ms", _GRAPHS), ("decoding", _SIXTEEN, "ms", _TL)),
+    ("read 2,048 tokens, a CUDA graph", ("inference", 2048, "ms", _GRAPHS), (RECORD, _READ, "wall_ms", _GRAPHS)),
+    (
+        "read 64 x 2,048 tokens, plain calls",
+        ("inference", 131072, "wall_ms", _CALLED),
         (RECORD, _READ_64, "wall_ms", _CALLED),
     ),
-    "train on 16,384 tokens, compiled": (
-        ("training", {"tokens": MANY}, "ms", _COMPILED_TOO),
-        ("training", {"workload": f"{_STEP}8 layers"}, "ms", _COMPILED_TOO),
+    (
+        "train on 16,384 tokens, compiled",
+        ("training", MANY, "ms", _COMPILED_TOO),
+        ("training", _TRAINED, "ms", _COMPILED_TOO),
     ),
-    "write a text, plain `generate`": (
-        ("inference", {"tokens": 1}, "wall_ms", _CALLED),
-        ("decoding", {"batch": 1}, "ms", _LOOP),
-    ),
-}
+    ("write a text, plain `generate`", ("inference", 1, "wall_ms", _CALLED), ("decoding", _ONE, "ms", _LOOP)),
+)
 
 
 def beside_layer(recorded: list[Record]) -> tuple[str, dict[str, list[float]]]:
     """Return how many times as fast as torch's own a layer and a whole model are at what is done, where both are
     recorded; and on which device and days that was."""
     used, done = [], {}
-    for name, both in DONE.items():
+    for what, *both in DONE:
         times = []
-        for what, (kind, common, time, paths) in zip(({**DRAWN, **FIRES_29}, {}), both, strict=True):
-            record, rows = rows_of(recorded, kind, **what, **common, path=paths.__contains__)
+        for name, which, time, paths in both:
+            where = DRAWN | FIRES_29 | {"tokens": which} if isinstance(which, int) else which
+            record, rows = rows_of(recorded, name, **where, path=paths.__contains__)
             took = {row["path"]: row[time] for row in rows}
             if record and len(took) == 2:
                 used.append(record)
                 times.append(took[paths[0]] / took[paths[1]])
         if len(times) == 2:
-            done[name] = times
+            done[what] = times
     days = sorted({record.date[:10] for record in used})
     where = f"{used[0].rows[0]['device']}, {' to '.join(dict.fromkeys((days[0], days[-1])))}" if used else ""
     return where + "; stale: code has changed since" * any(map(stale, used)), done
@@ -324,18 +312,16 @@ def whole_beside_layer(recorded: list[Record]) -> str:
 
 _ARENA = [("{name}", "{work}", "{us:.1f}")]
 arena = _table("arena", "us a layer, {where}", _ARENA, kind="arena")
-_PLAINLY, _AS_GRAPH = {"graph": False}, {"graph": True}
 # What thresholds cost, and how fast they are in plain calls and, in brackets, as CUDA graphs.
 _LOST = "{loss_change[1]:+.4f} ({loss_change[0]:+.4f} to {loss_change[2]:+.4f})"
 _COSTS = (
-    ("{before}{name}", "zeros", "{sparsity:.0%}", _PLAINLY),
-    ("{before}{name}", "loss", "{loss:.4f}", _PLAINLY),
-    ("{before}{name}", "more than dense", _LOST, _PLAINLY),
-    ("{before}{name}", "times as fast as dense", "{walls:.2f}", _PLAINLY),
-    ("{before}{name}", "times as fast as dense", "{x_dense:.2f}", _AS_GRAPH),
+    ("{before}{name}", "zeros", "{sparsity:.0%}", {"graph": False}),
+    ("{before}{name}", "loss", "{loss:.4f}", {"graph": False}),
+    ("{before}{name}", "more than dense", _LOST, {"graph": False}),
+    ("{before}{name}", "times as fast as dense", "{walls:.2f}", {"graph": False}),
+    ("{before}{name}", "times as fast as dense", "{x_dense:.2f}", {"graph": True}),
 )
-_ONE: dict[str, Any] = {**_SPARSE, "tokens": 1, "loss_change": bool}
-thresholds = _table("thresholds", "decoding one token, {where}", _COSTS, **_ONE)
+thresholds = _table("thresholds", "decoding one token, {where}", _COSTS, tokens=1, loss_change=bool)
 _PRUNING = (
     ("{path}", "zeros", "{sparsity:.0%}"),
     ("{path}", "pruned", "{bits_before:.3f}"),
