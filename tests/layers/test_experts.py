@@ -119,9 +119,6 @@ def test_transposed_weights_are_read_as_such():
     torch.testing.assert_close(sparsify(layer, "twell")(x, chosen, weights), expected, rtol=1e-4, atol=1e-4)
 
 
-# ---- what stays dense ----
-
-
 @pytest.mark.parametrize(
     "rule",
     [

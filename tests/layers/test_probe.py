@@ -109,9 +109,6 @@ LEAVES = {
 }
 
 
-# ---- gradients ----
-
-
 class Tenfold(torch.autograd.Function):
     """Returns its input, with ten times the gradient."""
 
@@ -212,15 +209,6 @@ def test_what_is_no_difference(layer):
     assert difference(layer) is None
 
 
-def test_a_small_factor_and_the_mode_are_named():
-    small = biased(lambda layer, x: layer.down_proj(hidden(layer, x) * 1.01)).bfloat16()
-    assert any(share in difference(small) for share in ("1% off", "1.01% off", "0.9"))
-    assert "200% off" in difference(Gated(OTHERS["its output scaled"]))
-    assert "in training mode" in difference(Gated(OTHERS["dropout between"]).eval())
-    two = type("TwoInputs", (GatedFeedForward,), {"forward": lambda self, x, other: x})(D_MODEL, D_FF)
-    assert "TypeError" in difference(two) and "takes x alone" in difference(two)
-
-
 def replaced(layer, part):
     """Have a part of the layer, or itself, give three times as much."""
     given = part.forward
@@ -241,9 +229,6 @@ def double(layer, x):
 
 def test_two_relus_are_the_formula_of_both():
     assert difference(biased(double)) is not None and difference(biased(double), both=True) is None
-
-
-# ---- weights that could not show a difference, and where they are ----
 
 
 def few_fire(layer):
@@ -283,9 +268,6 @@ def test_modes_of_torch_around_it_do_not_matter():
             assert difference(right) is None and "0.01% off" in difference(wrong)
     with torch.inference_mode():
         assert difference(biased(SAME["products the other way round"])) is None
-
-
-# ---- blocks that hold the parts themselves, and being left alone ----
 
 
 class Busy(nn.Module):

@@ -159,12 +159,3 @@ def test_a_projection_that_was_changed_after_the_swap_is_called(change, path, le
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
     if path != "dense":
         assert sparse.runs().startswith("dense: ")
-
-
-def test_a_projection_that_comes_back_is_sparse_again():
-    sparse = tl.SparseFFN.from_module(drawn.layer(), plan=tl.Choice("twell"))
-    own = sparse.up_proj
-    sparse.up_proj = LoRA(own)
-    assert sparse.runs() != "twell"
-    sparse.up_proj = own
-    assert sparse.runs() == "twell"
