@@ -46,14 +46,12 @@ MAKERS = {**MATRICES, "TwELL of a gate": TwELL.from_gate, "pack": tl.pack}
 
 
 def from_bits(rows, dtype, width):
-    """A matrix from lists of unsigned bit patterns."""
     bits = BITS[dtype]
     flat = [b - (1 << bits) if b >> (bits - 1) else b for row in rows for b in row]
     return torch.tensor(flat, dtype=INTEGER[bits]).view(dtype).reshape(len(rows), width)
 
 
 def to_bits(x):
-    """Lists of unsigned bit patterns."""
     bits = BITS[x.dtype]
     return [[b % (1 << bits) for b in row] for row in x.contiguous().view(INTEGER[bits]).tolist()]
 
@@ -365,12 +363,6 @@ def test_entries_may_come_in_any_order():
 # ---- the pool, read back one entry at a time by the rule that formats.twell states ----
 
 
-def gate_of(tokens, d_ff, dtype=torch.bfloat16, rate=0.02):
-    generator = torch.Generator().manual_seed(1)
-    keep = torch.rand(tokens, d_ff, generator=generator) < rate
-    return torch.where(keep, 1.0, -1.0).mul(torch.rand(tokens, d_ff, generator=generator) + 0.1).to(dtype)
-
-
 def read_back(packed, pool, dtype, tokens, d_ff):
     """relu(gate) [tokens, d_ff] from words and pool, and the rows that cannot be read."""
     out, lost = torch.zeros(tokens, d_ff, dtype=dtype), torch.zeros(tokens, dtype=torch.bool)
@@ -393,7 +385,7 @@ def read_back(packed, pool, dtype, tokens, d_ff):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens, d_ff", [(1, 8), (16, 256), (37, 600), (50, 1000)])
 def test_words_and_pool_hold_the_gate(tokens, d_ff, dtype):
-    gate = gate_of(tokens, d_ff, dtype)
+    gate = ordinary(tokens, d_ff, dtype, density=0.04, seed=1)
     gate[:, :40][::5] = 0.5  # every fifth row: 9 values over, up to 36 a group
     gate[tokens // 2, 1] = torch.nan
     packed, pool, lost = packed_and_pool(gate)
@@ -403,7 +395,7 @@ def test_words_and_pool_hold_the_gate(tokens, d_ff, dtype):
 
 
 def test_rows_that_reach_past_the_pool_are_lost_and_no_others():
-    gate = gate_of(48, 520, rate=0.01)
+    gate = ordinary(48, 520, density=0.02, seed=1)
     gate[3, :256] = 1.0  # 225 over: lost, and what follows in its group too if it needs the pool
     gate[7, 256:296] = 1.0  # another tile: in the pool
     gate[9, :100] = 1.0  # same tile, later: lost

@@ -9,7 +9,7 @@ from torch import nn
 
 import twell_lab as tl
 from tests.layers import models_of
-from tests.layers.models_of import build, logits
+from tests.layers.models_of import build, logits, sparse_layers
 from twell_lab.core import InputError
 from twell_lab.layers.families import FAMILIES, Family, register_family
 from twell_lab.layers.find import feed_forwards, is_plain, survey
@@ -23,12 +23,7 @@ every = pytest.mark.parametrize("name", models_of.MODELS)
 KINDS = ["Llama", "Phi-3", "OPT", "GPT-2", "MPT", "BERT", "T5", "Mixtral"]
 
 
-def sparse_layers(model):
-    return [each for each in model.modules() if isinstance(each, SparseFFN)]
-
-
 def held(model):
-    """The names of the parameters, and which tensors they are."""
     return {name: id(p) for name, p in model.named_parameters()}
 
 

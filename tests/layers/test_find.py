@@ -3,16 +3,14 @@ since it was swapped computes what the dense one does."""
 
 import copy
 import re
-from fnmatch import fnmatch
 from types import MethodType
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, weight_norm
 
-from tests.layers.models_of import build, logits
+from tests.layers.models_of import build, logits, sparse_layers
 from tests.models.swapping.spread import MODELS, spread
 from twell_lab.core import InputError
 from twell_lab.layers.find import examine, feed_forwards, is_plain, survey
@@ -22,10 +20,6 @@ from twell_lab.models.swap import densify, sparsify
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 pytest.importorskip("transformers")
-
-
-def sparse_layers(model):
-    return [each for each in model.modules() if isinstance(each, SparseFFN)]
 
 
 def source_of(model):
@@ -72,8 +66,6 @@ REASONS = {
     "a forward": (double_forward, "up_proj has had its forward replaced"),
     "parametrized": (lambda layer: parametrizations.weight_norm(layer.up_proj), "ParametrizedLinear; accepted"),
     "weight_norm": (lambda layer: weight_norm(layer.up_proj), "nor parametrized"),
-    "spectral_norm": (lambda layer: spectral_norm(layer.up_proj), "nor parametrized"),
-    "pruned": (lambda layer: prune.l1_unstructured(layer.up_proj, "weight", 0.5), "nor parametrized"),
     "other weights": (quantised, r"\(Other\)"),
     "extra state": (
         lambda layer: setattr(layer, "__class__", type("Extra", (GatedFeedForward,), {"get_extra_state": print})),
@@ -260,29 +252,3 @@ def test_what_accelerate_does_more_than_move_inputs(tmp_path):
     expected = later(tokens).logits
     spread(later, "cpu", "disk", main_device="cpu", offload_dir=tmp_path / "later")
     near(later(tokens).logits, expected)
-
-
-@torch.no_grad()
-def test_a_model_that_transformers_split_over_processes_goes_on_as_it_is():
-    """By tp_plan; here over one process, which holds all."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh, model, tokens = init_device_mesh("cpu", (1,)), MODELS["llama"](), torch.arange(18).view(2, 9)
-        expected = model(tokens).logits
-        for pattern, kind in model.tp_plan.items():
-            style = parallel.ALL_PARALLEL_STYLES[kind]
-            for name, module in model.named_modules():
-                if ".mlp." in pattern and fnmatch(name, f"*{pattern}"):
-                    style.shard_param(module, "weight", mesh)
-                    style.install_forward(module, mesh)
-        layers, reasons = survey(model)
-        assert not layers and all(
-            "gate_proj has had its forward replaced" in reason or "(DTensor)" in reason for reason in reasons.values()
-        )
-        near(sparsify(model, "twell")(tokens).logits, expected)
-        assert len(reasons) == 2 and not sparse_layers(model)
-    finally:
-        dist.destroy_process_group()

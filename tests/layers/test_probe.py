@@ -210,7 +210,6 @@ def test_what_is_no_difference(layer):
 
 
 def replaced(layer, part):
-    """Have a part of the layer, or itself, give three times as much."""
     given = part.forward
     part.forward = lambda x: 3 * given(x)
     return layer
