@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from twell_lab.core import InputError
 from twell_lab.sparsities.int8 import MOST_COLUMNS, int8_linear, rows_product
-from twell_lab.sparsities.quantised import fp8_linear, quantise
+from twell_lab.sparsities.quantised import fp8_linear, output_error, quantise
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
@@ -117,3 +117,8 @@ def test_what_fires_times_its_rows(tokens, d_ff, gated, biases, density, dtype):
     largest = exact.abs().amax() if exact.numel() else 0
     most = torch.finfo(dtype).eps * exact.abs() + 1e-5 * largest
     assert y.dtype == dtype and ((y.double() - exact).abs() <= most).all()
+
+
+def test_output_error():
+    assert output_error(torch.tensor([3.0, 0]), torch.tensor([3.0, 4])) == pytest.approx(0.8)
+    assert output_error(torch.zeros(2), torch.zeros(2)) == 0 and output_error(torch.ones(2), torch.zeros(2)) == math.inf
