@@ -40,18 +40,13 @@ def plan():
     )
 
 
-# ---- choices ----
-
-
 @pytest.mark.parametrize(
     "path, hot, named",
     [
         ("sparse", 0, "'dense', 'twell', 'hot_cold'"),
         ("hot_cold", 100, "multiple of 256"),
         ("hot_cold", 0, "above 0"),
-        ("hot_cold", -256, "multiple of 256"),
         ("twell", 256, "0 is accepted"),
-        ("hot_cold", True, "multiple of 256"),
     ],
 )
 def test_a_wrong_choice_is_refused(path, hot, named):
@@ -78,9 +73,6 @@ def test_a_class_holds_the_counts_up_to_its_name_and_the_last_all_beyond(plan):
     assert layer.choices == {1: Choice("twell"), 64: Choice("hot_cold", 256)}
 
 
-# ---- the order ----
-
-
 @given(d_ff=st.integers(1, 1500), steps=st.integers(0, 5), most=st.integers(0, 3), seed=st.integers(0, 99))
 def test_the_order_is_a_permutation_with_the_hot_neurons_first(d_ff, steps, most, seed):
     hot = min(256 * steps, d_ff // 256 * 256)
@@ -100,16 +92,6 @@ def test_cold_neurons_that_fire_most_are_spread_over_the_tiles():
     assert by_count.max() / by_count.min() > 10
 
 
-# ---- shown and saved ----
-
-
-def test_tables(plan):
-    assert plan.table()[2].items() >= vars(plan.layers[0].candidates[2]).items()
-    assert plan.table()[4]["layer"] == "layers.1.mlp" and len(plan.table()) == 5
-    assert "dense throughout: layers.1.mlp" in str(plan) and "hot_cold 256" in str(plan)
-    assert math.isnan(replace(plan.layers[0], profiled=0).nnz)
-
-
 def test_a_summary_says_which_paths_what_they_gain_and_what_stayed_dense(plan):
     assert plan.summary().splitlines() == [
         "up to 1 token: 1 twell, 1 dense; 1.00x dense together",
@@ -117,17 +99,9 @@ def test_a_summary_says_which_paths_what_they_gain_and_what_stayed_dense(plan):
         "dense throughout: layers.1.mlp: a test's",
         "for CPU, float32; timed, eager calls",
     ]
-    assert chosen(plan.layers[0])[1] == {
-        "layer": "layers.0.mlp",
-        "nnz": plan.layers[0].nnz,
-        "tokens": 64,
-        "choice": "hot_cold 256",
-        "us": 2.5,
-        "dense_us": 5.0,
-        "x_dense": 2.0,
-        "how": "measured",
-        "why": "a test's",
-    }
+    found = dict(tokens=64, choice="hot_cold 256", us=2.5, dense_us=5.0, x_dense=2.0, how="measured", why="a test's")
+    assert chosen(plan.layers[0])[1] == dict(layer="layers.0.mlp", nnz=plan.layers[0].nnz) | found
+    assert len(plan.table()) == 5 and "dense throughout: layers.1.mlp" in str(plan)
 
 
 @pytest.mark.parametrize(

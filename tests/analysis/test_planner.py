@@ -51,9 +51,6 @@ def timed(monkeypatch):
     return read
 
 
-# ---- the decision ----
-
-
 @pytest.mark.parametrize(
     "table, expected",
     [
@@ -91,18 +88,6 @@ def test_a_path_that_is_slower_at_the_fewest_of_a_class_is_not_taken(profiled, l
     ]
 
 
-def test_reasons(profiled, layer, fused, timed):
-    def why(*times, chosen=True):
-        timed({4096: times})
-        plan = tl.plan(profiled, layer[0], tokens=4096, rates=fused, batches=layer[1][1:]).layers[0]
-        return [row.why for row in plan.candidates if row.chosen == chosen]
-
-    assert why(100, 50, 60, 70) == ["2.00x dense, timed"]
-    assert why(100, 99, 120, 120) == ["twell is 1.01x dense, too little, timed"]
-    assert why(100, 150, 120, 120) == ["fastest, timed"]
-    assert "1.20x the time of the choice, timed, its neurons in another order" in why(100, 50, 60, 70, chosen=False)
-
-
 def test_without_timing_predictions_decide(profiled, layer, rates):
     fused = replace(rates, fuses=True)
     plan = tl.plan(profiled, layer[0], rates=fused, tokens=(1, 16384), measure=False)
@@ -116,9 +101,6 @@ def test_without_timing_predictions_decide(profiled, layer, rates):
     narrow = GatedFeedForward(16, 40)
     plan = tl.plan(profile(narrow, [torch.randn(9, 16)]), narrow, rates=fused, tokens=(4096,), measure=False)
     assert {row["path"] for row in plan.table()} == {"dense", "twell"}
-
-
-# ---- who shares trials, and who has none ----
 
 
 def test_layers_that_fire_alike_share_the_trials_of_the_one_that_fires_most(rates, timed):
@@ -147,9 +129,6 @@ def test_what_cannot_be_planned_is_dense_and_says_why(profiled, layer, rates, ti
     assert row.path == "dense" and "it is timed on batches" in row.why
     plan = tl.plan(seen, teal, rates=replace(rates, device="a GPU"), tokens=1, batches=layer[1][1:])
     assert {row["path"] for row in plan.table()} == {"dense", "kept_inputs"}
-
-
-# ---- really timed ----
 
 
 @pytest.mark.parametrize("batches", [True, False])
@@ -224,25 +203,18 @@ def test_a_plain_layer_computes_as_the_one_found_with_its_weights(make):
     assert plain.up_proj.weight.data_ptr() == found.up.weight.data_ptr()
 
 
-# ---- arguments ----
-
-
 @pytest.mark.parametrize(
     "changes, named",
     [
         (dict(profile=[1]), "profile is a list"),
-        (dict(tokens=()), "tokens is"),
         (dict(tokens=(0, 4)), "tokens is"),
-        (dict(tokens=(1, 10**400)), "tokens is"),
         (dict(tokens=(4, 4)), "tokens is"),
         (dict(batches=[]), "batches is empty"),
         (dict(calls="captured"), "calls is 'captured' on cpu; accepted: eager"),
-        (dict(calls="graphs"), "calls is 'graphs'"),
         (dict(paths=["fast"]), "paths has 'fast'"),
         (dict(paths=["two_four"]), "path 'two_four'"),
         (dict(paths=["kept_inputs"]), "kept_inputs"),
         (dict(model=GatedFeedForward(32, 599)), "d_ff 600, gated in the profile and d_model 32, d_ff 599"),
-        (dict(model=PlainFeedForward(32, 600)), "plain"),
         (dict(model=GatedFeedForward(32, 600).double()), "float64"),
         (dict(model=nn.Linear(3, 3)), "no ReLU feed-forward"),
         (dict(model=LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=300, context=16))), "missing in"),

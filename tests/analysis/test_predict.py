@@ -115,15 +115,12 @@ def test_a_profile_is_judged():
     "asked, message",
     [
         (dict(gpu="GTX 1080"), "gpu is 'GTX 1080'; accepted: T4, L4"),
-        (dict(gpu=3), "gpu is 3; accepted"),
         (dict(nnz=4000), "nnz is 4000"),
         (dict(nnz=float("nan")), "nnz is nan"),
         (dict(nnz=[29]), r"nnz is \[29\]"),
         (dict(tokens=[1.5]), "tokens is 1.5"),
         (dict(d_model=0), "d_model is 0"),
-        (dict(d_ff=5632.0), "d_ff 5632.0"),
         (dict(d_ff=2**30), "up to 262,144 of d_ff"),
-        (dict(kind=3), "the workload 3"),
         (dict(kind="normal"), "workload is 'normal'"),
     ],
 )

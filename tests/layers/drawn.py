@@ -40,7 +40,6 @@ def layer(
 
 
 def rows(tokens: int, d_model=16, *, dtype=torch.float32, seed=1, device="cpu") -> torch.Tensor:
-    """Rows of x [tokens, d_model]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tokens, d_model, generator=generator).to(device, dtype)
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from twell_lab.layers.sparse_ffn import SparseFFN
+
 VOCABULARY = 64
 LLAMA = dict(
     vocab_size=VOCABULARY,
@@ -135,7 +137,6 @@ def relu(model: nn.Module) -> None:
 
 
 def given(model: nn.Module) -> dict[str, torch.Tensor]:
-    """An input of the model."""
     draw = torch.Generator().manual_seed(3)
     name = model.main_input_name
     if name == "pixel_values":
@@ -149,3 +150,7 @@ def given(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def logits(model: nn.Module) -> torch.Tensor:
     return model(**given(model)).logits
+
+
+def sparse_layers(model: nn.Module) -> list[nn.Module]:
+    return [each for each in model.modules() if isinstance(each, SparseFFN)]

@@ -52,20 +52,15 @@ def test_some_experts_alone(model):
     assert torch.equal(logits(densify(model)), expected) and "forward" not in vars(home(model))
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_gradients_where_layers_report_and_where_not(model, told):
+def test_terms_and_gradients(model):
     dense, sparse = model.train(), sparsify(copy.deepcopy(model), "twell").train()
     terms = []
     for net in (dense, sparse):
-        if told:
-            with tl.layer_terms(net) as found:
-                loss = logits(net).square().mean()
-            terms.append([(each.name, each.l1.item(), each.nnz.item()) for each in found])
-            loss = loss + 1e-2 * sum(each.l1 for each in found)
-        else:
+        with tl.layer_terms(net) as found:
             loss = logits(net).square().mean()
-        loss.backward()
-    for one, other in zip(*terms or [[], []], strict=True):
+        terms.append([(each.name, each.l1.item(), each.nnz.item()) for each in found])
+        (loss + 1e-2 * sum(each.l1 for each in found)).backward()
+    for one, other in zip(*terms, strict=True):
         assert one[0] == other[0] and one[1:] == pytest.approx(other[1:], rel=1e-4)
     for (name, p), q in zip(dense.named_parameters(), sparse.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5 * p.grad.abs().max().item(), msg=name)
@@ -117,9 +112,6 @@ def test_transposed_weights_are_read_as_such():
     x, chosen, weights = torch.randn(5, 16), torch.rand(5, 4).argsort(1)[:, :2], torch.rand(5, 2)
     expected = layer(x, chosen, weights)
     torch.testing.assert_close(sparsify(layer, "twell")(x, chosen, weights), expected, rtol=1e-4, atol=1e-4)
-
-
-# ---- what stays dense ----
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 
 import twell_lab as tl
 from tests.layers import models_of
-from tests.layers.models_of import build, given, logits
+from tests.layers.models_of import build, logits, sparse_layers
 from twell_lab.core import InputError
 from twell_lab.layers.families import FAMILIES, Family, register_family
 from twell_lab.layers.find import feed_forwards, is_plain, survey
@@ -23,12 +23,7 @@ every = pytest.mark.parametrize("name", models_of.MODELS)
 KINDS = ["Llama", "Phi-3", "OPT", "GPT-2", "MPT", "BERT", "T5", "Mixtral"]
 
 
-def sparse_layers(model):
-    return [each for each in model.modules() if isinstance(each, SparseFFN)]
-
-
 def held(model):
-    """The names of the parameters, and which tensors they are."""
     return {name: id(p) for name, p in model.named_parameters()}
 
 
@@ -72,16 +67,6 @@ def test_gradients(name, training):
             torch.testing.assert_close(p.grad, wanted[key].grad, rtol=1e-3, atol=1e-5 * scale, msg=key)
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name in models_of.CAUSAL])
-@torch.no_grad()
-def test_generation(name):
-    model = build(name)
-    tokens = given(model)["input_ids"]
-    settings = dict(max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(tokens))
-    expected = model.generate(tokens, **settings)
-    assert torch.equal(sparsify(model, "twell").generate(tokens, **settings), expected)
-
-
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
 def test_what_is_saved_is_the_dense_model(name, tmp_path):
@@ -98,19 +83,6 @@ def test_what_is_saved_is_the_dense_model(name, tmp_path):
     loaded.load_state_dict(half)
     torch.testing.assert_close(logits(model), logits(loaded), rtol=1e-4, atol=1e-4)
 
-
-@pytest.mark.parametrize("name", ["Phi-3", "T5", "BERT", "squared GPT-2"])
-@torch.no_grad()
-def test_compiled(name):
-    torch.compiler.reset()
-    model = build(name)
-    expected = logits(model)
-    compiled = torch.compile(sparsify(model, "twell"), backend="eager")
-    for _ in range(2):
-        torch.testing.assert_close(compiled(**given(model)).logits, expected, rtol=1e-4, atol=1e-4)
-
-
-# ---- made ReLU models ----
 
 # The configuration's activation is also that of the head, which keeps it.
 SHARED = {
@@ -144,9 +116,6 @@ def test_what_the_configuration_cannot_say_is_refused_or_left_unsaid(name):
     with pytest.warns(UserWarning, match="configuration stays as it was"):
         relufy(model, only=lambda name, module: True)
     assert feed_forwards(model) and model.config.to_dict() == config
-
-
-# ---- families of one's own ----
 
 
 class Own(nn.Module):
@@ -188,8 +157,3 @@ def test_a_family_of_ones_own_is_known_and_does_not_vouch_for_its_layers():
 def test_a_family_that_cannot_be_is_refused(changes):
     with pytest.raises(InputError, match="accepted"):
         Family(**PLACES | changes)
-
-
-def test_what_is_no_family_is_refused():
-    with pytest.raises(InputError, match="family is a str"):
-        register_family("Llama")

@@ -1,7 +1,6 @@
 """Every path equals dense, on drawn layers; how a SparseFFN follows a plan, and what it shares with the dense module."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -88,30 +87,6 @@ def test_a_plan_picks_by_the_number_of_tokens():
     assert sparse.runs(1) == "twell" and sparse.runs() == "hot_cold 256"
 
 
-def test_the_parts_and_names_are_the_dense_ones():
-    dense = drawn.layer()
-    names = [name for name, _ in dense.named_parameters()]
-    parameters, state = [*dense.parameters()], {k: v.clone() for k, v in dense.state_dict().items()}
-    sparse = tl.SparseFFN.from_module(dense, plan=plan_for(dense, (1, tl.Choice("twell"))))
-    assert [name for name, _ in sparse.named_parameters()] == names
-    assert all(a is b for a, b in zip(sparse.parameters(), parameters, strict=True))
-    assert sparse.down_proj is dense.down_proj and sparse.source is dense
-    assert all(torch.equal(v, state[k]) and v.is_contiguous() for k, v in sparse.state_dict().items())
-    assert {*vars(dense)} == {*vars(drawn.layer())}  # nothing was put on it
-
-
-def test_a_copy_and_a_pickle_compute_the_same():
-    dense = drawn.layer(d_ff=700)
-    sparse = tl.SparseFFN.from_module(dense, plan=plan_for(dense, (1, tl.Choice("hot_cold", 256))))
-    x = drawn.rows(5)
-    with torch.no_grad():
-        y = sparse(x)
-        for other in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
-            assert torch.equal(other(x), y)
-            other.up_proj.weight.mul_(0)
-            assert torch.equal(sparse(x), y) and not torch.equal(other(x), y)
-
-
 def test_a_state_that_is_loaded_is_computed_with():
     dense, other = drawn.layer(d_ff=700), drawn.layer(d_ff=700, seed=5)
     sparse = tl.SparseFFN.from_module(dense, plan=plan_for(dense, (1, tl.Choice("hot_cold", 256))))
@@ -123,24 +98,6 @@ def test_a_state_that_is_loaded_is_computed_with():
     with torch.no_grad():
         drawn.check_close(sparse(x), drawn.layer(d_ff=700, seed=6), x)
     assert sparse.runs().startswith("dense: ")
-
-
-@pytest.mark.parametrize("move", (lambda m: m.double().float(), lambda m: m.to(torch.bfloat16), nn.Module.train))
-def test_what_moves_a_module_leaves_it_right(move):
-    dense = drawn.layer()
-    sparse = move(tl.SparseFFN.from_module(copy.deepcopy(dense), plan=tl.Choice("twell")))
-    dense = move(dense)
-    x = drawn.rows(5, dtype=dense.up_proj.weight.dtype)
-    with torch.no_grad():
-        drawn.check_close(sparse(x), dense, x)
-
-
-def test_a_module_in_training_mode_is_not_rewritten():
-    dense = drawn.layer().train()
-    strides = dense.down_proj.weight.stride()
-    sparse = tl.SparseFFN.from_module(dense, plan=tl.Choice("twell"))
-    assert dense.down_proj.weight.stride() == strides and "training mode" in sparse.runs()
-    assert tl.SparseFFN.from_module(drawn.layer(), plan=tl.Choice("twell")).runs() == "twell"
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,6 @@ from tests.layers.test_sparse_ffn import plan_for
 TWELL, HOT = tl.Choice("twell"), tl.Choice("hot_cold", 256)
 
 
-def bytes_of(module):
-    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in [*module.parameters(), *module.buffers()]}.values())
-
-
-@pytest.mark.parametrize("choice", (TWELL, HOT))
-def test_nothing_is_held_twice(choice):
-    dense = drawn.layer(d_ff=700)
-    before = bytes_of(dense)
-    sparse = tl.SparseFFN.from_module(dense, plan=plan_for(dense, (1, choice)))
-    assert bytes_of(sparse) == before and not sparse.forms
-
-
 def test_down_gets_the_strides_of_its_transpose_and_back():
     dense = drawn.layer()
     down = dense.down_proj.weight
@@ -90,19 +78,6 @@ def test_what_cannot_be_turned_is_dense_with_a_reason(how, says):
     at = dense.down_proj.weight.data_ptr()
     sparse = tl.SparseFFN.from_module(dense, plan=TWELL)
     assert dense.down_proj.weight.data_ptr() == at and says in sparse.runs()
-
-
-def test_a_state_dict_is_of_plain_tensors_whatever_loads_it(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    dense = drawn.layer()
-    wanted = copy.deepcopy(dense)
-    sparse = tl.SparseFFN.from_module(dense, plan=TWELL)
-    save_file(sparse.state_dict(), tmp_path / "layer.safetensors")
-    other = drawn.layer(seed=7)
-    other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
-    x = drawn.rows(3)
-    assert torch.equal(other(x), wanted(x))
 
 
 def test_weights_made_in_inference_mode_are_rewritten_once():

@@ -24,7 +24,6 @@ def tiny(dtype=torch.float32):
 
 
 def shira(model, modules=("gate_proj", "up_proj", "down_proj")):
-    """The model with peft's SHiRA of drawn values on it."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)
     config = peft.ShiraConfig(r=1, target_modules=list(modules), init_weights=False, random_seed=3)

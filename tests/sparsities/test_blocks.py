@@ -19,7 +19,6 @@ def high_and_wide(size):
 
 
 def by_block(matrix, size):
-    """The blocks of a matrix, in row order."""
     high, wide = high_and_wide(size)
     tops, lefts = range(0, matrix.shape[0], high), range(0, matrix.shape[1], wide)
     return [matrix[top : top + high, left : left + wide] for top in tops for left in lefts]
@@ -42,7 +41,6 @@ def matrices(draw):
 
 
 def norms_of(matrix, size):
-    """Of each block, with Python's numbers."""
     return [math.sqrt(sum(value * value for value in block.flatten().tolist())) for block in by_block(matrix, size)]
 
 

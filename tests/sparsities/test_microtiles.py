@@ -62,9 +62,6 @@ def test_values_that_are_not_finite():
     assert torch.equal(c[32:].nan_to_num(7, 8, 9), (a @ b)[32:].nan_to_num(7, 8, 9))  # a stripe that meets it
 
 
-# ---- padding
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 4), st.integers(0, 6), st.integers(1, 5), st.floats(0, 1), st.integers(0, 2**20))
 def test_padding_is_removed_and_put_back(sequences, length, width, share, seed):

@@ -24,7 +24,6 @@ from twell_lab.sparsities.two_four import two_four_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR)", "ignore:Sparse invariant")
 D_MODEL, D_FF = 64, 128
-EXACT = ["two_four", "blocks", "kept_inputs"]
 LOSSY = {"int8": 0.05, "fp8": 0.1, "twell_int8": 0.02}
 HERE = ["int8", "twell_int8"]  # lossy ones that a CPU runs
 
@@ -49,9 +48,6 @@ def x():
     return torch.randn(5, D_MODEL, generator=torch.Generator().manual_seed(1))
 
 
-# ---- the names
-
-
 def test_nothing_is_imported_before_a_further_path_is_named():
     code = (
         "import sys, twell_lab as tl; from twell_lab.layers.choice import Choice; Choice('twell')\n"
@@ -60,20 +56,6 @@ def test_nothing_is_imported_before_a_further_path_is_named():
         "assert 'twell_lab.sparsities.int8' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_every_name_is_that_of_its_path_and_the_own_ones_stay_three():
-    assert sorted(PATHS.names()) == sorted(["dense", "twell", "hot_cold", *EXACT, *LOSSY])
-    for name in (*EXACT, *LOSSY):
-        path = PATHS[name]
-        assert path.name == name and path.exact == (name not in LOSSY) and path.learns == "dense"
-        assert not path.splits and str(Choice(name)) == (f"{name} (lossy)" if name in LOSSY else name)
-    assert [*PATHS] == ["dense", "twell", "hot_cold"]
-    with pytest.raises(InputError, match="'blocks'"):
-        Choice("three_four")
-
-
-# ---- exact
 
 
 @given(
@@ -155,9 +137,6 @@ def test_thresholds_on_inputs_compute_the_same_on_a_cpu(x, method):
         tl.sparsify(nn.Sequential(layer()), "kept_inputs")
 
 
-# ---- lossy
-
-
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("kind", ["gated", "plain", "squared"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -178,9 +157,6 @@ def test_lossy_paths_are_close_and_say_so(name, kind, dtype, x):
 def test_fp8_needs_a_gpu():
     with pytest.raises(DeviceError, match="GPUs of 8.9 and newer"):
         SparseFFN(layer(), plan=Choice("fp8"))
-
-
-# ---- what a layer promises
 
 
 @pytest.mark.parametrize("name", ["blocks", *HERE])

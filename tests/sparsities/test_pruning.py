@@ -41,9 +41,6 @@ def matrices(draw):
     return torch.tensor(flat, dtype=dtype).view(rows, columns), draw(st.floats(0, 1, exclude_max=True))
 
 
-# ---- which weights are kept
-
-
 @given(matrices(), st.floats(0, 3))
 def test_exactly_the_largest_are_kept_and_the_first_of_equal_ones(case, threshold):
     weight, sparsity = case
@@ -60,9 +57,6 @@ def test_a_threshold_between_two_values_of_the_dtype_is_not_rounded_to_either():
     one = torch.ones(1, 1, dtype=torch.bfloat16)  # 0.999 and 1.001 are both 1 in bfloat16
     assert threshold_mask(one, 0.999) and not threshold_mask(one, 1.001) and not threshold_mask(one, 1)
     assert not threshold_mask(one.half(), 1e6)
-
-
-# ---- the layer
 
 
 @given(matrices(), st.sampled_from(["masked", "dense"]))
@@ -141,9 +135,6 @@ def test_a_layer_is_one_graph_in_compiled_code(gradient):
     assert torch.equal(compiled(x), layer(x))
 
 
-# ---- whole models
-
-
 def test_a_model_is_pruned_updated_and_put_back():
     model, dense, x = stack(), stack(), torch.randn(3, 8)
     assert prune(model, 0.75) is model
@@ -181,9 +172,6 @@ def test_a_model_that_cannot_be_pruned_is_left_as_it_was():
         assert not any(isinstance(module, SparseLinear) for module in model.modules())
     prune(tied, 0.5, only=lambda name, module: name == "other")
     assert tied.head.weight is tied.embedding.weight and tied.other.nnz == 8
-
-
-# ---- training zeros in
 
 
 @pytest.mark.parametrize("l1", [0.0, 0.3, 10.0])

@@ -82,6 +82,7 @@ CALLS = {
     "activation": lambda: experts.ExpertsLayer(8, 16, activation="tanh"),
     "way": lambda: experts.Experts(16, 8, 3, way="dense")(ONE, CHOSEN, CHOSEN.float()),
     "hot": lambda: experts.routed_by_firing(ONE, ONE, ONE, ONE, 17, 1),
+    "other shapes": lambda: experts.routed_by_firing(ONE, ONE, ONE, ONE[1:], 4, 1),
     "grain": lambda: experts.routed_by_firing(ONE, ONE, ONE, ONE, 4, 0),
 }
 

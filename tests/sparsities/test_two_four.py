@@ -23,7 +23,7 @@ from twell_lab.sparsities.two_four import (
     tensor_kind,
     two_four_mask,
 )
-from twell_lab.sparsities.two_four_training import TwoFourDropout, TwoFourLinear, two_four, two_four_dropout
+from twell_lab.sparsities.two_four_training import TwoFourDropout, TwoFourLinear, two_four_dropout
 
 SEMI = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemi")
 
@@ -36,9 +36,6 @@ def matrices(draw, tall=False):
     flat = draw(st.lists(value, min_size=rows * columns, max_size=rows * columns))
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
     return torch.tensor(flat, dtype=dtype).view(rows, columns)
-
-
-# ---- the pattern
 
 
 @given(matrices())
@@ -77,9 +74,6 @@ def test_how_many_values_a_group_may_hold(zeros, legal):
     if not legal:
         with pytest.raises(InputError, match="row 1, columns 4 to 7"):
             check_two_four(weight)
-
-
-# ---- torch's tensors
 
 
 @pytest.mark.parametrize(
@@ -162,9 +156,6 @@ def test_modes_and_other_inputs_of_the_product(cslt):
         packed(weight)
 
 
-# ---- what it can gain
-
-
 UNIT = Rates("a GPU", "bfloat16", bandwidth=1.0, l2=1.0, matmul=1.0, launch=0.0)
 
 
@@ -183,20 +174,6 @@ def test_the_bound_is_what_takes_longest():
     assert limited_by(300, 16, 600, l2=1.0) == pytest.approx((2 * weight + 3 * x) / (2 * weight * 9 / 16 + 3 * x))
     with pytest.raises(InputError, match="a whole number from 1 up"):
         bound(4, 4.0, 4, UNIT)
-
-
-# ---- chosen anew in each step of training
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 9))
-def test_values_and_their_transpose_are_2_4_and_the_gradient_is_of_all(rows, columns, dtype, seed):
-    torch.manual_seed(seed)
-    values = torch.randn(4 * rows, 4 * columns).to(dtype).requires_grad_()
-    kept = two_four(values)
-    assert torch.equal(kept, torch.where(two_four_mask(values, transposable=True), values, 0))
-    (gradient,) = torch.autograd.grad(kept.sum(), values)
-    assert torch.equal(gradient, torch.ones_like(values))
 
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (3, 5, 8), (0, 8)])
@@ -239,9 +216,6 @@ def test_torch_is_asked_for_the_largest_magnitudes_and_what_it_cannot_pack_is_sa
     assert asked == [two_four_training.ALGORITHM]
     with pytest.raises(InputError, match="multiples of 64"):
         two_four_training._packed(torch.ones(64, 60), "cutlass")
-
-
-# ---- as dropout
 
 
 @settings(max_examples=30, deadline=None)

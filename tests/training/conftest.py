@@ -26,5 +26,4 @@ def tiny(some_text):
 
 @pytest.fixture(scope="session")
 def curve():
-    """The rows of a history without wall times."""
     return lambda history: [{k: v for k, v in row.items() if k not in TIMES} for row in history]

@@ -130,19 +130,6 @@ def test_a_model_whose_weights_accelerate_keeps_elsewhere_speaks():
     assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), wanted)
 
 
-def test_a_step_is_made_anew_where_an_adapter_or_a_threshold_changes(loop):
-    model = decoders.build("Llama")
-    layer, states = model.model.layers[0].mlp.up_proj, [module._state(model)]
-    for name, value in (("_disable_adapters", True), ("_active_adapter", ["a"]), ("threshold", 0.1)):
-        setattr(layer, name, value)
-        states.append(module._state(model))
-    for _ in range(2):  # one hook in the place of another
-        hook = layer.register_forward_pre_hook(lambda *_: None)
-        states.append(module._state(model))
-        hook.remove()
-    assert len({*states}) == 6
-
-
 def test_a_sequence_ends_at_an_end_token_and_is_filled_up(loop):
     model = decoders.build("Llama")
     said = own(model)[:, IDS.shape[1] :]
@@ -156,8 +143,6 @@ def test_a_sequence_ends_at_an_end_token_and_is_filled_up(loop):
 
 
 class Letters:
-    """A streamer that keeps what it is given."""
-
     def __init__(self, most=99):
         self.parts, self.ended, self.most = [], False, most
 
@@ -276,14 +261,8 @@ LONG = torch.zeros(1, 120, dtype=torch.int64)
     ("how", "words"),
     [
         (dict(max_new_tokens=-1), "-1"),
-        (dict(max_new_tokens=2.0), "2.0"),
-        (dict(temperature="hot"), "hot"),
         (dict(temperature=torch.nan), "temperature is nan"),
-        (dict(max_new_tokens=True), "True"),
-        (dict(top_k=2.0), "top_k is 2.0"),
-        (dict(seed=2**63), "seed is"),
         (dict(input_ids=[1, 2]), "list"),
-        (dict(input_ids=torch.tensor(1)), r"int64 \[\]"),
         (dict(input_ids=torch.zeros(0, 3, dtype=torch.int64)), r"\[0, 3\]"),
         (dict(input_ids=-IDS), "the token -"),
         (dict(top_k=0), "top_k is 0"),

@@ -23,7 +23,6 @@ def library():
 
 @pytest.fixture(params=["jsonl", "parquet"])
 def folder(request, tmp_path, library):
-    """A dataset of four documents, in two files."""
     folder = tmp_path / "letters"
     folder.mkdir()
     rows = [{"text": document, "number": at} for at, document in enumerate(DOCUMENTS)]
@@ -69,10 +68,7 @@ def test_what_the_parts_of_a_name_mean(rest, parts):
     [
         ("hf:", "owner/name"),
         ("hf:a/b?size=3", "size"),
-        ("hf:a/b?split", "split"),
         ("hf:a/b?bytes=many", "many"),
-        ("hf:a/b?bytes=1.5", "1.5"),
-        ("hf:a/b?bytes=inf", "inf"),
         ("hf:a/b?bytes=0", "from 1 up"),
         ("hf:a/b?bytes=1e12", "twell-lab prepare"),
     ],

@@ -25,7 +25,6 @@ FILES = ["tokenizer.json", "tokens.bin", "twell-lab-text.json"]
 
 @pytest.fixture
 def folder(tmp_path):
-    """Twenty files of one line and more."""
     folder = tmp_path / "poems"
     folder.mkdir()
     for number in range(20):
@@ -129,9 +128,6 @@ def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
     for other in ("bytes", "bpe:999", BYTES):
         with pytest.raises(InputError, match="the text 'poems' was prepared with another of"):
             source.load_any(tmp_path / "out", tokenizer=other)
-
-
-# What is refused
 
 
 def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_path):

@@ -34,12 +34,6 @@ def test_a_folder_is_its_text_files_in_order_of_path(tmp_path):
     assert read.starts == (0, 18, 24) and str(tmp_path) not in read.name
 
 
-def test_a_file_is_its_bytes_and_its_name_carries_no_folder(tmp_path):
-    write(tmp_path, {"poem.txt": "Straße\n".encode()})
-    read = source.load(str(tmp_path / "poem.txt"))
-    assert read.describe() == {"name": "poem.txt", "size": 8, "sha256": hashlib.sha256("Straße\n".encode()).hexdigest()}
-
-
 def test_links_to_files_are_followed_and_those_to_folders_are_not(tmp_path):
     folder = write(tmp_path / "folder", {"real.txt": b"real\n", "sub/more.txt": b"more\n"})
     for link, to in (("sub/up", folder), ("self", "self"), ("gone", "nowhere"), ("again.txt", "real.txt")):
@@ -80,9 +74,6 @@ def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
         source.load(tmp_path / "pipe")
 
 
-# Splitting
-
-
 @given(st.lists(st.integers(1, 400), min_size=2, max_size=30))
 @settings(max_examples=100, deadline=None)
 def test_splitting_loses_nothing_and_prefers_whole_files(sizes):
@@ -99,16 +90,6 @@ def test_splitting_loses_nothing_and_prefers_whole_files(sizes):
         assert abs(training.size - wanted) == min(abs(at - wanted) for at in choices)
     else:  # byte 10, the end of a line, comes once in 251 bytes here, so the cut is at most that far away
         assert 0 <= training.size - int(wanted) <= 251 or training.size == 1
-
-
-def test_a_single_file_is_cut_at_the_end_of_a_line(tmp_path):
-    write(tmp_path, {"one": b"a line of text\n" * 100})
-    training, validation = source.load(tmp_path / "one").split()
-    assert content(validation).startswith(b"a line") and content(training).endswith(b"\n")
-    assert 0 <= training.size - 1350 < 15
-
-
-# Windows
 
 
 def test_random_windows_are_pieces_of_the_text_and_reach_both_ends():

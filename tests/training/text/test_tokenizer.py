@@ -63,14 +63,6 @@ def test_a_tokenizer_comes_back_from_disk_and_from_a_copy(trained, library_text,
     assert list(tmp_path.iterdir()) == [tmp_path / "tokenizer.json"]
 
 
-def test_transformers_reads_the_file_alike(trained, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    path = trained.save(tmp_path / "tokenizer.json")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-    sentence = "def fire(gate):\n    return gate > 0  # Straße\n"
-    assert theirs(sentence)["input_ids"] == trained.encode(of(sentence.encode()).tokens).tolist()
-
-
 _TEXTS = st.text(max_size=20).map(lambda some: some.encode("utf-8", "surrogatepass"))
 
 
@@ -106,9 +98,6 @@ def test_load_any_takes_what_a_command_line_says(trained, tmp_path):
     for given_as in (saved, str(saved), trained):
         assert load_any(path, tokenizer=given_as).tokenizer == trained
     assert load_any(whole) is whole
-
-
-# What is refused
 
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:many", "bpe:255", "bpe:1048577", "nowhere.json"])

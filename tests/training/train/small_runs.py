@@ -27,7 +27,6 @@ def until(step):
 
 
 def broken_off(config, folder, step):
-    """Train into the folder until that step, and no further."""
     with pytest.raises(Enough):
         train(config, out=folder, progress=False, on_step=until(step))
 

@@ -22,7 +22,6 @@ from twell_lab.core import LOCK, InputError
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, loop, parallel
 from twell_lab.training.loop import initial_model, train
-from twell_lab.training.text.source import load_any
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -58,9 +57,6 @@ def unbroken(tiny, tmp_path_factory):
     return train(tiny(**FULL), out=folder, progress=False), folder
 
 
-# Going on
-
-
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tmp_path):
     broken_off(tiny(**FULL, checkpoint_every=5), tmp_path, 8)
     assert checkpoint.load(tmp_path)["step"] == 5 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
@@ -70,6 +66,9 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tm
     assert curve(result.history) == curve(whole.history)
     assert all(map(torch.equal, result.model.parameters(), whole.model.parameters()))
     assert same(checkpoint.load(tmp_path), checkpoint.load(folder))
+    assert names(folder) == ["config.json", "metrics.jsonl", "model.safetensors", "training.pt"]
+    assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] == whole.history
+    assert all(map(torch.equal, LanguageModel.load(folder).parameters(), whole.model.parameters()))
     again = train(tiny(**FULL), resume=tmp_path, progress=False)
     assert curve(again.history) == curve(whole.history) and again.mean_nnz == whole.mean_nnz
 
@@ -110,14 +109,6 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(tiny, curve, tmp_path, s
         train(config, progress=False, on_step=lambda row: (rows.append(row), until(end)(row)))
     saved = curve(checkpoint.load(out)["history"])
     assert saved[-1]["step"] >= end - 1 and saved == curve(rows)[: len(saved)]
-
-
-def test_what_a_folder_holds_after_a_run(unbroken):
-    result, folder = unbroken
-    assert names(folder) == ["config.json", "metrics.jsonl", "model.safetensors", "training.pt"]
-    assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] == result.history
-    assert all(map(torch.equal, LanguageModel.load(folder).parameters(), result.model.parameters()))
-    assert checkpoint.config_of(folder, text=result.config.text) == result.config
 
 
 def test_the_first_signal_asks_and_another_ctrl_c_stops_at_once():
@@ -162,16 +153,6 @@ def test_a_run_goes_on_from_another_working_folder(some_text, tmp_path, monkeypa
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert cli.main(["train", "--resume", "../out", "--steps", "3"]) == 0
-
-
-def test_a_tokenizer_named_by_a_path_is_the_same_when_resumed(tiny, some_text, tmp_path):
-    pytest.importorskip("tokenizers")
-    path = load_any(some_text, tokenizer="bpe:280").tokenizer.save(tmp_path / "own.json")
-    broken_off(tiny(tokenizer=path, checkpoint_every=2), tmp_path / "out", 4)
-    assert train(tiny(tokenizer=path), resume=tmp_path / "out", progress=False).history[-1]["step"] == 12
-
-
-# Harmed
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -244,9 +225,6 @@ def test_a_run_is_saved_every_few_minutes(tiny, tmp_path, monkeypatch, changes, 
     assert steps == saved
 
 
-# What is refused
-
-
 @pytest.mark.parametrize("name, value", [("lr", 1e-3), ("dead_every", 4), ("d_ff", 48), ("gated", False)])
 def test_other_hyper_parameters_are_named_with_both_values(tiny, unbroken, name, value):
     result, folder = unbroken
@@ -296,9 +274,6 @@ def test_a_folder_inside_of_the_text_is_refused(tiny, some_text, tmp_path):
         with pytest.raises(InputError, match="is inside of the text .*accepted: a folder outside of it"):
             train(tiny(text=tmp_path), out=out, progress=False)
     assert names(tmp_path) == ["text.py"]
-
-
-# A loss that is no number
 
 
 @pytest.mark.parametrize("what", ["gradient", "validation", "off", "sparse"])

@@ -104,9 +104,6 @@ def test_only_the_first_process_prints(runs):
     assert runs[3].count("twell-lab: stopped after step 8 of 12") == len(STOPPED)
 
 
-# What is refused
-
-
 def test_what_the_first_process_cannot_write_ends_them_all(runs):
     """The same error is raised in each process, so that none is left waiting; then they train the other runs."""
     for process in ("twell-lab: ", "twell-lab, process 1: "):
@@ -114,24 +111,21 @@ def test_what_the_first_process_cannot_write_ends_them_all(runs):
     assert "Traceback" not in runs[3]
 
 
-def pretend(monkeypatch, processes, gpus):
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+@pytest.mark.parametrize(
+    "processes, device, error, words",
+    [
+        (4, None, DeviceError, "4 processes were started on a machine with 2 GPUs; accepted: .*2 or fewer"),
+        (4, "cuda", DeviceError, "4 processes"),
+        (2, "cuda:1", InputError, "device is 'cuda:1' for 2 processes"),
+    ],
+)
+def test_processes_and_gpus_that_do_not_go_together_are_refused(tiny, monkeypatch, processes, device, error, words):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(processes))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-
-
-@pytest.mark.parametrize("device", [None, "cuda"])
-def test_more_processes_than_gpus_are_refused_with_both_numbers(tiny, monkeypatch, device):
-    pretend(monkeypatch, 4, 2)
-    with pytest.raises(DeviceError, match="4 processes were started on a machine with 2 GPUs; accepted: .*2 or fewer"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(error, match=words):
         train(tiny(device=device), progress=False)
-
-
-def test_one_gpu_named_for_several_processes_is_refused(tiny, monkeypatch):
-    pretend(monkeypatch, 2, 2)
-    with pytest.raises(InputError, match="device is 'cuda:1' for 2 processes"):
-        train(tiny(device="cuda:1"), progress=False)
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(tiny, monkeypatch):

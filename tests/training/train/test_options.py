@@ -1,34 +1,31 @@
 """The trainer's options: precision, compilation, parts of a step, schedules of L1, dead neurons, kernels,
 tokenizers."""
 
-import argparse
-import dataclasses
+import copy
 import functools
 import json
 import math
 import warnings
-from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.training.train.small_runs import SMALL, hidden_values
 from twell_lab.analysis import switching
 from twell_lab.app import cli
-from twell_lab.app import options as options_module
 from twell_lab.core import InputError
 from twell_lab.cuda.launch import lie
-from twell_lab.layers.find import feed_forwards
+from twell_lab.layers.find import FeedForward, feed_forwards
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops import train as operator
 from twell_lab.training import loop as running
 from twell_lab.training import objective
-from twell_lab.training.config import TrainResult
 from twell_lab.training.loop import initial_model, train
-from twell_lab.training.objective import Objective, bits_per_byte, cross_entropy, l1_coefficient
+from twell_lab.training.objective import bits_per_byte, cross_entropy, l1_coefficient
 from twell_lab.training.text.source import load_any, random_windows, spread_windows
 
 PLAIN = dict(activation="relu2", gated=False)
@@ -54,9 +51,6 @@ def close(history, other, rel):
         assert one["loss"] == pytest.approx(two["loss"], rel=rel)
         assert one["nnz"] == pytest.approx(two["nnz"], rel=max(rel, 1e-3))
         assert one["l1_layers"] == pytest.approx(two["l1_layers"], rel=max(rel, 1e-4))
-
-
-# Ways to compute the same
 
 
 @pytest.mark.parametrize(
@@ -143,19 +137,6 @@ def test_lost_tokens_reach_the_history_and_send_a_layer_back(tiny, monkeypatch):
     assert "lost_layers" not in train(tiny(steps=2), progress=False).history[0]
 
 
-def test_an_objective_leaves_validations_alone(tiny):
-    model = initial_model(tiny())
-    measured = Objective(model)
-    windows = torch.randint(256, (2, 17))
-    model(windows[:, :-1])
-    measured.terms.clear()
-    loss, numbers, *by_layer = measured(windows, None)
-    assert loss.requires_grad and numbers[1] == 0
-    assert [each.numel() for each in by_layer] == [2] * 5
-
-
-# L1 and dead neurons
-
 DYING = dict(l1=1.0, lr=0.08, warmup=2, steps=40, dead_window=60, log_every=1)
 
 
@@ -185,6 +166,25 @@ def test_the_dead_are_those_that_did_not_fire_within_the_window(tiny, some_text)
     assert [row["dead_layers"] for row in both] == [[0, 0], silent_in_both]
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_dead_rows_move_as_the_papers_equation_says(bias, gated):
+    dead, drawn = torch.tensor([0, 1, 0, 0, 1, 1, 0, 0]).bool(), lambda: torch.Generator().manual_seed(7)
+    gate, up, down = nn.Linear(5, 8, bias), nn.Linear(5, 8, bias), nn.Linear(8, 5, bias)
+    changed = FeedForward("", nn.Module(), gate if gated else None, up, down)
+    before = copy.deepcopy(changed)
+    objective.reinitialise(changed, torch.zeros(8, dtype=torch.bool), 0.1, drawn())
+    assert torch.equal(changed.pattern.weight, before.pattern.weight)
+    objective.reinitialise(changed, dead, 0.1, drawn())
+    expected = before.pattern.weight.detach().clone()
+    expected[dead] = 0.9 * expected[dead] + 0.1 * 0.02 * torch.randn(3, 5, generator=drawn())
+    torch.testing.assert_close(changed.pattern.weight.detach(), expected)
+    assert torch.equal(changed.down.weight, before.down.weight)
+    assert torch.equal(changed.up.weight, before.up.weight) == gated
+    if bias:
+        torch.testing.assert_close(changed.pattern.bias, torch.where(dead, 0.9, 1.0) * before.pattern.bias)
+
+
 @pytest.mark.filterwarnings("ignore:step .*no neuron fires")
 def test_reinitialised_rows_bring_dead_neurons_back(tiny, monkeypatch):
     monkeypatch.setattr(objective, "SIGMA", 1.0)  # as large as these weights are
@@ -198,9 +198,6 @@ def test_that_no_neuron_fires_is_told_once_with_the_numbers(tiny):
     with pytest.warns(UserWarning, match=r"no neuron fires in any of the 2 layers of 32 .*l1 1000 ") as told:
         result = train(tiny(l1=1000.0, lr=0.1, warmup=0, steps=40), progress=False)
     assert len(told) == 1 and math.isfinite(result.history[-1]["loss"])
-
-
-# Tokenizers
 
 
 def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
@@ -236,15 +233,6 @@ def test_bits_per_byte_count_the_bytes_that_were_predicted(tiny, some_text):
     assert trained.validation_bits_per_byte == bits_per_byte(trained.model, windows, lengths)
 
 
-def test_a_summary_names_the_tokenizers_file_alone(tiny, tmp_path):
-    rest = "history validation_bits_per_byte mean_nnz density dead text seconds tokens".split()
-    for given, shown in ((tmp_path / "own.json", "own.json"), ("bpe:300", "bpe:300"), (None, None)):
-        result = TrainResult(torch.nn.Identity(), tiny(tokenizer=given), **dict.fromkeys(rest))
-        assert json.loads(json.dumps(result.summary()))["config"]["tokenizer"] == shown
-
-
-# What is refused
-
 WRONG = {"l1": (-1e-9, math.nan, "0.1", None, 1e39), "steps": (0, 1.5), "heads": (3,), "d_ff": (12.5,), "lr": (0,)}
 WRONG |= {"gated": ("yes",), "seed": (-1, True, 2**64), "device": (3.5, torch.device("cpu")), "text": (7,)}
 WRONG |= {"dtype": ("float16",), "compile": (1,), "accumulate": (0, 3), "dead_window": (-1,), "reinit": (1.5, 0.1)}
@@ -277,32 +265,3 @@ def test_a_warning_is_one_line_on_the_command_line(some_text, tmp_path, capsys, 
     assert cli.main(["train", "--text", str(tmp_path / "text.py"), *SMALL, *silencing]) == 0
     (line,) = [line for line in lines if "no neuron fires" in line]
     assert line.startswith("\ntwell-lab: warning: step ") and line.strip().count("\n") == 0
-
-
-@dataclasses.dataclass
-class Settings:
-    """What a test of its own is told: 100% its own.
-
-    text: a file.
-
-    The sizes:
-        size_of_all: all of them, with kind.
-    """
-
-    text: str | None = None
-    size_of_all: float = 2e-3
-    kind: Literal["one", "two"] = "one"
-    fast: bool = False
-    from_: int | None = None
-
-
-def test_any_field_of_a_dataclass_is_an_option():
-    parser = argparse.ArgumentParser(prog="settings", argument_default=argparse.SUPPRESS)
-    options_module.add_parameters(parser, Settings)
-    assert vars(parser.parse_args([])) == {}
-    asked = parser.parse_args("--text a --size-of-all 1e-4 --kind two --fast --from 5".split())
-    assert vars(asked) == {"text": "a", "size_of_all": 1e-4, "kind": "two", "fast": True, "from_": 5}
-    first, sizes = " ".join(parser.format_help().split()).split(" the sizes: ")
-    assert "--from N" in first and "--kind {one,two} [one]" in first and sizes.endswith("with kind [0.002]")
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--size-of-all", "x"])

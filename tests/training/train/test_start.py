@@ -20,7 +20,6 @@ SIZES = {"d_model": 128, "layers": 4, "heads": 4, "d_ff": 512}  # the defaults: 
 
 @pytest.fixture(scope="module")
 def own(tiny, tmp_path_factory):
-    """A run of this project, in a folder."""
     folder = tmp_path_factory.mktemp("own")
     return train(tiny(), out=folder, progress=False), folder
 
@@ -126,12 +125,7 @@ def test_the_command_trains_further_and_resumes(some_text, own, tmp_path, capsys
     assert cli.main([*line[:-1], str(own[1])]) == 2 and "holds a run" in capsys.readouterr().err
 
 
-# Writers of others
-
-
 class Writer:
-    """Both writers at once: what they were given."""
-
     def __init__(self, *where, **options):
         self.where, self.options, self.rows = where, options, []
         Writer.last = self
@@ -161,10 +155,6 @@ def test_rows_go_to_the_writers_of_others(tiny, tmp_path, monkeypatch, kind, mod
         told = {name: value for step, name, value in seen.rows if step == row["step"]}
         assert told["ce"] == row["ce"] and [told["nnz_layers/0"], told["nnz_layers/1"]] == row["nnz_layers"]
         assert "dead_layers" not in told and ("val_bits_per_byte" in told) == ("val_bits_per_byte" in row)
-
-
-@pytest.mark.parametrize("kind, module", [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
-def test_a_writer_that_is_missing_is_named_before_anything_is_trained(tiny, tmp_path, monkeypatch, kind, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(StackError, match=f"log '{kind}' needs the {kind} library: pip install {kind}"):
         train(tiny(log=kind), out=tmp_path / "out", progress=False)

@@ -57,9 +57,6 @@ def test_counts_are_those_of_the_profile_by_layer_position_and_byte(base):
     assert of_bytes / counted["counted"] == pytest.approx(mean, abs=0.01)
 
 
-# What the rows say
-
-
 def fake(label, bits, zeros, l1=0.0, **config):
     return {"label": label, "validation_bits_per_byte": bits, "zeros": zeros, "config": {"l1": l1, "lr": 1.0, **config}}
 

@@ -82,9 +82,6 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth(tiny):
     assert learning_rate(tiny(warmup=0, lr=1.0), 1) == 1.0
 
 
-# The run
-
-
 def test_the_same_seed_gives_the_same_curve_bit_for_bit(tiny, curve):
     """And the reader's generator is left alone."""
     results = []
@@ -107,9 +104,14 @@ def test_l1_makes_the_layers_sparse_and_training_lowers_the_loss(tiny):
     assert dense.history[-1]["l1_term"] == 0 < sparse.history[-1]["l1_term"]
 
 
-def test_the_history_and_the_summary_say_what_happened(tiny, some_text):
+def test_the_history_the_summary_and_the_bar_say_what_happened(tiny, some_text, capsys, monkeypatch):
     rows = []
-    result = train(tiny(steps=6), progress=False, on_step=rows.append)
+    result = train(tiny(steps=6), progress=True, on_step=rows.append)
+    assert capsys.readouterr() == ("", "")  # no bar for a file
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    train(tiny(steps=6), progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == "" and re.search(r"6/6.*left, \d+\.\d{3} bits per byte, nnz \d+", shown.err)
     assert rows == result.history and [row["step"] for row in rows] == [1, 2, 4, 6]
     assert [row["step"] for row in rows if "val_bits_per_byte" in row] == [4, 6]
     seconds = [row["seconds"] for row in rows]
@@ -124,29 +126,6 @@ def test_the_history_and_the_summary_say_what_happened(tiny, some_text):
     summary = json.loads(json.dumps(result.summary(), allow_nan=False))
     assert summary["config"]["l1"] == 0.01 and "text" not in summary["config"]
     assert summary["parameters"] == sum(weight.numel() for weight in result.model.parameters())
-
-
-def test_a_plain_model_trains_on_a_folder_of_ones_own(tiny, tmp_path):
-    for name in "abc":
-        (tmp_path / f"{name}.txt").write_text(f"{name} says the same again and again.\n" * 50)
-    result = train(tiny(steps=2, gated=False, text=tmp_path), progress=False)
-    assert result.text["name"] == tmp_path.name and str(tmp_path) not in json.dumps(result.summary())
-    assert not hasattr(result.model.layers[0].mlp, "gate_proj")
-
-
-def test_the_progress_bar_is_on_a_terminals_stderr_and_can_be_silent(tiny, capsys, monkeypatch):
-    train(tiny(), progress=True)
-    assert capsys.readouterr() == ("", "")  # no bar for a file
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    train(tiny(), progress=True)
-    shown = capsys.readouterr()
-    assert shown.out == "" and "12/12" in shown.err
-    assert re.search(r"left, \d+\.\d{3} bits per byte, nnz \d+", shown.err)
-    train(tiny(), progress=False)
-    assert capsys.readouterr() == ("", "")
-
-
-# What is refused
 
 
 @pytest.mark.parametrize("missing", ["cuda:99", "mps", "meta"])
