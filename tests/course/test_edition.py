@@ -81,17 +81,6 @@ def test_links_lead_to_files_of_the_folder_or_where_all_is_alone_to_the_reposito
             assert file in files if branch == edition.BRANCH else (core.notebooks_dir().parent / file).exists()
 
 
-def test_what_a_reader_wrote_stays_and_what_is_missing_comes(tmp_path):
-    new, stayed = edition.write(tmp_path)
-    assert {*SOURCES} == {path.name for path in tmp_path.glob("*.ipynb")} and not stayed
-    assert edition.write(tmp_path) == ([], [])
-    first, second, *_ = sorted(SOURCES)
-    (tmp_path / first).write_text("mine")
-    (tmp_path / second).unlink()
-    assert edition.write(tmp_path) == ([second], [first])
-    assert (tmp_path / first).read_text() == "mine" and len(new) > len(SOURCES)
-
-
 def test_notebooks_for_colab_need_the_repositorys_address(tmp_path, monkeypatch):
     project = metadata.metadata("twell-lab")
     monkeypatch.setattr(metadata, "metadata", lambda name: project)

@@ -42,7 +42,7 @@ DENSITIES = [
 # name -> (the figure, {name of a trace: its y, or its x where that says more})
 SHOWN = {
     "training steps": (
-        lambda: backward_figures.steps(measured.layers(steps.placed(steps.compared()))),
+        lambda: backward_figures.steps(measured.layers(steps.compared())),
         {"sparse, beside eager torch": [2.0], "planned, compiled, beside compiled torch": [2.0]},
     ),
     "claims": (

@@ -83,11 +83,6 @@ def test_firing_by_position_has_each_layer_and_all_together(firing):
         plots.firing_by_position(profile(unknown, torch.ones(2, 8)))
 
 
-def test_names_at_the_ends_of_lines_keep_apart_and_in_order():
-    assert plots.apart([5.0, 1.0, 1.5, 1.25], 1.0) == [5.0, 1.0, 3.0, 2.0]
-    assert plots.apart([], 1.0) == []
-
-
 def test_a_layer_in_which_nothing_fires_is_drawn():
     silent = profiled(torch.zeros(3, 4, dtype=torch.bool))
     assert not plots.neuron_frequency(silent).data[0].y
@@ -187,13 +182,6 @@ def test_which_rows_are_a_line(changes, shown):
 )
 def test_layers_are_never_merged_by_their_short_names(given, shown):
     assert plots.layer_names(given) == shown
-
-
-@pytest.mark.parametrize(
-    "value, shown", [(0, "0%"), (1, "100%"), (0.0995, "10%"), (0.0994, "9.9%"), (0.001, "0.1%"), (0.00012, "0.012%")]
-)
-def test_shares_keep_two_digits_where_they_are_small(value, shown):
-    assert plots.share(value) == shown
 
 
 @pytest.mark.parametrize("histogram, ends", [([10], (0, 0)), ([0, 0, 5], (2, 2)), ([1] * 100, (5, 94)), ([0], (0, 0))])

@@ -19,7 +19,6 @@ case "$*" in
   "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$0" .venv/bin/twell-lab ;;
   "-m pip"*) echo "  Downloading torch-9.9-py3-none-any.whl (900.1 MB)"; echo "  Downloading six.whl (9.1 kB)"
              echo "WARNING: a word about an index" >&2; exit ${PIP_STATUS:-0} ;;
-  "-m ruff"*) exit ${RUFF_STATUS:-0} ;;
   "-m pytest"*) echo "3 passed in 0.1s"; exit ${PYTEST_STATUS:-0} ;;
   tour*) echo "the page is build/tour/index.html"; exit ${TOUR_STATUS:-0} ;;
   -V) echo "Python ${SAYS:-3.12.1}" ;;
@@ -147,14 +146,6 @@ def test_tests_end_in_one_clear_line_and_keep_pytests_status(checkout):
     assert "--nbval-lax" in asked and "tests notebooks/00-start-here.ipynb" in asked
     assert checkout.make("test", PYTEST_STATUS="1") != 0
     assert "test: FAILED" in checkout.output and "passed on" not in checkout.output
-
-
-def test_lint_asks_ruff_and_mypy_and_keeps_their_status(checkout):
-    assert checkout.make("lint") == 0
-    assert "-e .[course,test,compile]" in checkout.asked("-m pip")[0]
-    asked = [call for call in checkout.asked("-m ") if "pip" not in call and "venv" not in call]
-    assert asked == ["-m ruff format --check", "-m ruff check", "-m mypy"]
-    assert checkout.make("lint", RUFF_STATUS="1") != 0 and not checkout.asked("-m mypy")
 
 
 def test_the_tour_gets_its_arguments_and_keeps_its_status(checkout):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.course import recorded_rows
 from twell_lab.bench import methods
 from twell_lab.course.choosing import data, figures
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -163,15 +164,10 @@ def test_the_winners():
     assert len([t for t in figures.winners(MAP[:2]).data if t.type == "heatmap"]) == 1
 
 
-def inference(path, x_dense, nnz=29.0, tokens=16384, **more):
-    shared = {"kind": "inference", "device": "NVIDIA H100", "dtype": "bfloat16", "tokens": tokens, "gated": True}
-    shared |= {"d_model": 2048, "d_ff": 5632, "nnz": nnz, "workload": data.LOGNORMAL, "path": path, "ms": 1 / x_dense}
-    return shared | {"dense_ms": 1.0, "spread": 0.0, "x_dense": x_dense, "samples": [1 / x_dense]} | more
-
-
 def test_the_recorded_map(keep):
-    rows = [inference("dense eager", 1.0), inference("forced twell", 2.0), inference("forced hot_cold 512", 2.5)]
-    rows += [inference(path, 9.0) for path in ("forced twell (graph)", "forced hot_cold 512 (graph)", "planned")]
+    times = {"dense eager": 1.0, "forced twell": 0.5, "forced hot_cold 512": 0.4}
+    times |= dict.fromkeys(("forced twell (graph)", "forced hot_cold 512 (graph)", "planned"), 0.1)
+    rows = [recorded_rows.row(path, ms, 1.0, spread=0.0, samples=[ms]) for path, ms in times.items()]
     keep(Record.new("inference", "made up", rows, {}))
     found = data.recorded_map()
     assert [(each["method"], each["x_dense"]) for each in found] == [
