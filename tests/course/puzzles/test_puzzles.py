@@ -46,282 +46,213 @@ def changed(name: str, *changes: tuple[str, str]) -> str:
     return text
 
 
-# (puzzle, what is wrong) -> (the kernel, words of what is said). "shortcut": right, and misses the point.
+def kernel(name: str, *edits: str | tuple[str, str]) -> str:
+    """The kernel that is handed out with this body, or the answer with these pieces of text replaced."""
+    return with_body(name, edits[0]) if isinstance(edits[0], str) else changed(name, *edits)
+
+
+# (puzzle, what is wrong) -> (words of what is said, what makes the kernel). "shortcut": right, and misses the point.
 WRONG = {
     ("map", "shortcut"): (
-        lambda: with_body("map", "if (threadIdx.x == 0) for (int i = 0; i < 32; ++i) out[i] = 2 * x[i];"),
         "thread 0 writes 32 places of out by itself",
+        "if (threadIdx.x == 0) for (int i = 0; i < 32; ++i) out[i] = 2 * x[i];",
     ),
     ("guard", "none"): (
-        lambda: changed("guard", ("if (i < n) ", "")),
         "thread 5 of block 1 (number 37) read x[37], out of bounds: there are 37.",
+        ("if (i < n) ", ""),
     ),
     ("guard", "shortcut"): (
-        lambda: with_body("guard", "if (blockIdx.x + threadIdx.x == 0) for (int i = 0; i < n; ++i) out[i] = 2 * x[i];"),
         "2 warps store 37 times; each thread has one place of out, to be written once.",
+        "if (blockIdx.x + threadIdx.x == 0) for (int i = 0; i < n; ++i) out[i] = 2 * x[i];",
     ),
     ("grid_stride", "step of a block"): (
-        lambda: changed("grid_stride", ("i += threads", "i += blockDim.x")),
         "both write out[32]; each place is one thread's. Is i the number in the whole grid?",
+        ("i += threads", "i += blockDim.x"),
     ),
     ("grid_stride", "shortcut"): (
-        lambda: with_body(
-            "grid_stride",
-            HEAD + "const int each = (n + gridDim.x * blockDim.x - 1) / (gridDim.x * blockDim.x);\n"
-            "for (int k = i * each; k < (i + 1) * each && k < n; ++k) out[k] = 2 * x[k];",
-        ),
         "neighbouring threads should take neighbouring values",
+        HEAD + "const int each = (n + gridDim.x * blockDim.x - 1) / (gridDim.x * blockDim.x);\n"
+        "for (int k = i * each; k < (i + 1) * each && k < n; ++k) out[k] = 2 * x[k];",
     ),
-    ("neighbours", "no barrier"): (
-        lambda: changed("neighbours", ("__syncthreads();", "")),
-        "a barrier is missing: thread",
-    ),
+    ("neighbours", "no barrier"): ("a barrier is missing: thread", ("__syncthreads();", "")),
     ("neighbours", "barrier within if"): (
-        lambda: changed("neighbours", ("__syncthreads();", "if (t < 32) __syncthreads();")),
         "and no barrier that both come to lies in between. Is one missing, or does it stand within an `if`",
+        ("__syncthreads();", "if (t < 32) __syncthreads();"),
     ),
     ("neighbours", "shortcut"): (
-        lambda: with_body(
-            "neighbours",
-            "const int t = threadIdx.x, i = blockIdx.x * 64 + t;\n"
-            "out[i] = x[i] + (t > 0 ? x[i - 1] : 0.0f) + (t < 63 ? x[i + 1] : 0.0f);",
-        ),
         "a block reads x 190 times, and its row has 64 values",
+        "const int t = threadIdx.x, i = blockIdx.x * 64 + t;\n"
+        "out[i] = x[i] + (t > 0 ? x[i - 1] : 0.0f) + (t < 63 ? x[i + 1] : 0.0f);",
     ),
     ("block_sum", "barrier within if"): (
-        lambda: changed(
-            "block_sum",
-            ("__syncthreads();\n", "\n"),
-            ("if (t < half) part", "if (t < half) __syncthreads(), part"),
-        ),
         "thread 0 comes to 6 barriers and thread 63 to 0: every thread has to come to each.",
+        ("__syncthreads();\n", "\n"),
+        ("if (t < half) part", "if (t < half) __syncthreads(), part"),
     ),
     ("block_sum", "added to the output"): (
-        lambda: with_body("block_sum", "atomicAdd(&out[blockIdx.x], x[blockIdx.x * 64 + threadIdx.x]);"),
         "out does not begin at 0: write it, do not add to it.",
+        "atomicAdd(&out[blockIdx.x], x[blockIdx.x * 64 + threadIdx.x]);",
     ),
     ("block_sum", "shortcut"): (
-        lambda: with_body(
-            "block_sum",
-            "if (threadIdx.x) return;\nfloat sum = 0;\n"
-            "for (int k = 0; k < 64; ++k) sum += x[blockIdx.x * 64 + k];\nout[blockIdx.x] = sum;",
-        ),
         "thread 0 reads 64 values while the others wait",
+        "if (threadIdx.x) return;\nfloat sum = 0;\n"
+        "for (int k = 0; k < 64; ++k) sum += x[blockIdx.x * 64 + k];\nout[blockIdx.x] = sum;",
     ),
     ("block_sum", "shortcut by atomics"): (
-        lambda: with_body(
-            "block_sum",
-            "__shared__ float sum;\nif (threadIdx.x == 0) sum = 0;\n__syncthreads();\n"
-            "atomicAdd(&sum, x[blockIdx.x * 64 + threadIdx.x]);\n__syncthreads();\n"
-            "if (threadIdx.x == 0) out[blockIdx.x] = sum;",
-        ),
         "atomics wait for each other",
+        "__shared__ float sum;\nif (threadIdx.x == 0) sum = 0;\n__syncthreads();\n"
+        "atomicAdd(&sum, x[blockIdx.x * 64 + threadIdx.x]);\n__syncthreads();\n"
+        "if (threadIdx.x == 0) out[blockIdx.x] = sum;",
     ),
     ("ballot_count", "ballot of the lanes with a value"): (
-        lambda: with_body(
-            "ballot_count",
-            "if (threadIdx.x < width) {\n"
-            "    const unsigned v = __ballot_sync(0xffffffffu, x[blockIdx.x * width + threadIdx.x] > 0);\n"
-            "    if (threadIdx.x == 0) counts[blockIdx.x] = __popc(v);\n}",
-        ),
         "lanes 27 to 31 are named in the mask of __ballot_sync and never come to it: let them vote no.",
+        "if (threadIdx.x < width) {\n"
+        "    const unsigned v = __ballot_sync(0xffffffffu, x[blockIdx.x * width + threadIdx.x] > 0);\n"
+        "    if (threadIdx.x == 0) counts[blockIdx.x] = __popc(v);\n}",
     ),
     ("ballot_count", "all lanes write"): (
-        lambda: changed("ballot_count", ("if (lane == 0) counts", "counts")),
         "both write counts[0]; each place is one thread's. Is the index each thread's own? Or one alone has to write",
+        ("if (lane == 0) counts", "counts"),
     ),
     ("ballot_count", "shortcut"): (
-        lambda: with_body(
-            "ballot_count",
-            "int sum = 0;\nif (threadIdx.x) return;\n"
-            "for (int k = 0; k < width; ++k) sum += x[blockIdx.x * width + k] > 0;\ncounts[blockIdx.x] = sum;",
-        ),
         "lane 0 reads 27 values",
+        "int sum = 0;\nif (threadIdx.x) return;\n"
+        "for (int k = 0; k < width; ++k) sum += x[blockIdx.x * width + k] > 0;\ncounts[blockIdx.x] = sum;",
     ),
     ("ballot_count", "shortcut by shuffles"): (
-        lambda: with_body(
-            "ballot_count",
-            "int sum = threadIdx.x < width && x[blockIdx.x * width + threadIdx.x] > 0;\n"
-            "for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);\n"
-            "if (threadIdx.x == 0) counts[blockIdx.x] = sum;",
-        ),
         "no lane votes: the warp-wide operations are __shfl_xor_sync",
+        "int sum = threadIdx.x < width && x[blockIdx.x * width + threadIdx.x] > 0;\n"
+        "for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);\n"
+        "if (threadIdx.x == 0) counts[blockIdx.x] = sum;",
     ),
     ("prefix_sum", "shortcut"): (
-        lambda: with_body(
-            "prefix_sum",
-            "int sum = 0;\nfor (int k = 0; k <= threadIdx.x; ++k) sum += x[blockIdx.x * 32 + k];\n"
-            "out[blockIdx.x * 32 + threadIdx.x] = sum;",
-        ),
         "lane 31 reads 32 values of x",
+        "int sum = 0;\nfor (int k = 0; k <= threadIdx.x; ++k) sum += x[blockIdx.x * 32 + k];\n"
+        "out[blockIdx.x * 32 + threadIdx.x] = sum;",
     ),
     ("prefix_sum", "shortcut lane by lane"): (
-        lambda: with_body(
-            "prefix_sum",
-            "const int lane = threadIdx.x, own = x[blockIdx.x * 32 + lane];\nint sum = 0;\n"
-            "for (int k = 0; k < 32; ++k) {\n    const int v = __shfl_sync(0xffffffffu, own, k);\n"
-            "    if (k <= lane) sum += v;\n}\nout[blockIdx.x * 32 + lane] = sum;",
-        ),
         "the warp comes to 32 shuffles",
+        "const int lane = threadIdx.x, own = x[blockIdx.x * 32 + lane];\nint sum = 0;\n"
+        "for (int k = 0; k < 32; ++k) {\n    const int v = __shfl_sync(0xffffffffu, own, k);\n"
+        "    if (k <= lane) sum += v;\n}\nout[blockIdx.x * 32 + lane] = sum;",
     ),
     ("vector_loads", "shortcut"): (
-        lambda: with_body(
-            "vector_loads", HEAD + "for (int k = i; k < n; k += gridDim.x * blockDim.x) out[k] = 2 * x[k];"
-        ),
         "load instructions; where each lane reads 16 bytes at once, 8 are enough",
+        HEAD + "for (int k = i; k < n; k += gridDim.x * blockDim.x) out[k] = 2 * x[k];",
     ),
     ("neuron_counts", "no atomic"): (
-        lambda: changed("neuron_counts", ("atomicAdd(&counts[fired[i]], 1)", "counts[fired[i]] += 1")),
         "one of them writes, and without an atomic nothing says which comes first.",
+        ("atomicAdd(&counts[fired[i]], 1)", "counts[fired[i]] += 1"),
     ),
     ("neuron_counts", "shortcut"): (
-        lambda: with_body("neuron_counts", HEAD + "if (i == 0) for (int k = 0; k < n; ++k) counts[fired[k]] += 1;"),
         "entries of fired; one for each thread is asked",
+        HEAD + "if (i == 0) for (int k = 0; k < n; ++k) counts[fired[k]] += 1;",
     ),
     ("gather_rows", "shortcut"): (
-        lambda: with_body(
-            "gather_rows",
-            "if (threadIdx.x) return;\nconst float* row = table + index[blockIdx.x] * width;\n"
-            "for (int c = 0; c < width; ++c) out[blockIdx.x * width + c] = row[c];",
-        ),
         "touch 80 sectors, and the values lie in 10",
+        "if (threadIdx.x) return;\nconst float* row = table + index[blockIdx.x] * width;\n"
+        "for (int c = 0; c < width; ++c) out[blockIdx.x * width + c] = row[c];",
     ),
     ("pack_words", "shortcut"): (
-        lambda: changed(
-            "pack_words",
-            (
-                "    for (int base = 0; base < 64; base += 32) {",
-                "    if (lane) return;\n    for (int base = 0; base < 64; ++base) {",
-            ),
-            ("__ballot_sync(0xffffffffu, fires(value))", "fires(value)"),
-            ("__popc(votes & ((1u << lane) - 1))", "0"),
-        ),
         "lane 0 reads 64 of the 64 columns",
+        (
+            "    for (int base = 0; base < 64; base += 32) {",
+            "    if (lane) return;\n    for (int base = 0; base < 64; ++base) {",
+        ),
+        ("__ballot_sync(0xffffffffu, fires(value))", "fires(value)"),
+        ("__popc(votes & ((1u << lane) - 1))", "0"),
     ),
     ("gemm_tile", "first barrier"): (
-        lambda: changed("gemm_tile", ("column];\n        __syncthreads();", "column];")),
         "thread x 1, y 0 of block x 0, y 0 writes tile_a[0][1] and thread x 0, y 0 of block x 0, y 0 reads it, and no barrier",
+        ("column];\n        __syncthreads();", "column];"),
     ),
     ("gemm_tile", "shortcut"): (
-        lambda: with_body(
-            "gemm_tile",
-            "const int row = blockIdx.y * 16 + threadIdx.y, column = blockIdx.x * 16 + threadIdx.x;\nfloat sum = 0;\n"
-            "for (int k = 0; k < depth; ++k) sum += a[row * depth + k] * b[k * columns + column];\n"
-            "c[row * columns + column] = sum;",
-        ),
         "each 16 times",
+        "const int row = blockIdx.y * 16 + threadIdx.y, column = blockIdx.x * 16 + threadIdx.x;\nfloat sum = 0;\n"
+        "for (int k = 0; k < depth; ++k) sum += a[row * depth + k] * b[k * columns + column];\n"
+        "c[row * columns + column] = sum;",
     ),
     ("add_bias", "no end of a row"): (
-        lambda: changed("add_bias", ("row < rows && column < columns", "row < rows")),
         "thread x 8, y 0 of block x 1, y 0 read bias[40], out of bounds: there are 40.",
+        ("row < rows && column < columns", "row < rows"),
     ),
     ("add_bias", "shortcut"): (
-        lambda: with_body(
-            "add_bias",
-            "const int c = blockIdx.x * blockDim.x + threadIdx.x;\nif (blockIdx.y || threadIdx.y || c >= columns) return;\n"
-            "for (int r = 0; r < rows; ++r) out[r * columns + c] = x[r * columns + c] + bias[c];",
-        ),
         "thread 0 writes 4 places of out by itself",
+        "const int c = blockIdx.x * blockDim.x + threadIdx.x;\nif (blockIdx.y || threadIdx.y || c >= columns) return;\n"
+        "for (int r = 0; r < rows; ++r) out[r * columns + c] = x[r * columns + c] + bias[c];",
     ),
     ("warp_dot", "shuffle of the lanes with a value"): (
-        lambda: changed("warp_dot", ("float sum = 0;", "float sum = 0;\n    if (lane >= width) return;")),
         "shuffles from lane 16, which takes no part in it",
+        ("float sum = 0;", "float sum = 0;\n    if (lane >= width) return;"),
     ),
     ("warp_dot", "shortcut"): (
-        lambda: with_body(
-            "warp_dot",
-            "if (threadIdx.x) return;\nfloat sum = 0;\n"
-            "for (int c = 0; c < width; ++c) sum += x[blockIdx.x * width + c] * w[c];\nout[blockIdx.x] = sum;",
-        ),
         "let neighbouring lanes read neighbouring columns",
+        "if (threadIdx.x) return;\nfloat sum = 0;\n"
+        "for (int c = 0; c < width; ++c) sum += x[blockIdx.x * width + c] * w[c];\nout[blockIdx.x] = sum;",
     ),
     ("warp_dot", "shortcut by shared memory"): (
-        lambda: changed(
-            "warp_dot",
-            (
-                "    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);\n",
-                "    __shared__ float part[32];\n    part[lane] = sum;\n    __syncthreads();\n"
-                "    for (int k = 1; k < 32 && lane == 0; ++k) sum += part[k];\n",
-            ),
-        ),
         "the sums go through memory",
+        (
+            "    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);\n",
+            "    __shared__ float part[32];\n    part[lane] = sum;\n    __syncthreads();\n"
+            "    for (int k = 1; k < 32 && lane == 0; ++k) sum += part[k];\n",
+        ),
     ),
     ("gather_multiply", "shortcut"): (
-        lambda: with_body(
-            "gather_multiply",
-            "for (int c = threadIdx.x; c < width; c += 64)\n    for (int k = 0; k < count; ++k) {\n"
-            "        const float term = values[blockIdx.x * count + k] * table[index[blockIdx.x * count + k] * width + c];\n"
-            "        out[blockIdx.x * width + c] = k ? out[blockIdx.x * width + c] + term : term;\n    }",
-        ),
         "add up in a variable, and write it once",
+        "for (int c = threadIdx.x; c < width; c += 64)\n    for (int k = 0; k < count; ++k) {\n"
+        "        const float term = values[blockIdx.x * count + k] * table[index[blockIdx.x * count + k] * width + c];\n"
+        "        out[blockIdx.x * width + c] = k ? out[blockIdx.x * width + c] + term : term;\n    }",
     ),
     ("two_stages", "nobody waits for full"): (
-        lambda: changed("two_stages", ("            wait(&full[s], 32 * (turn + 1));\n", "")),
         "before anybody wrote it",
+        ("            wait(&full[s], 32 * (turn + 1));\n", ""),
     ),
     ("two_stages", "nobody waits for empty"): (
-        lambda: changed("two_stages", ("            wait(&empty[s], 32 * turn);\n", "")),
         "nothing puts one before the other. Who uses a stage has to wait until the others have arrived at its barrier.",
+        ("            wait(&empty[s], 32 * turn);\n", ""),
     ),
     ("two_stages", "no fence"): (
-        lambda: changed("two_stages", ("    __threadfence_block();  // what was written before comes first\n", "")),
         "nothing puts one before the other.",
+        ("    __threadfence_block();  // what was written before comes first\n", ""),
     ),
     ("two_stages", "shortcut by one stage"): (
-        lambda: changed("two_stages", ("s = t % 2, turn = t / 2", "s = 0, turn = t")),
         "one stage alone is used",
+        ("s = t % 2, turn = t / 2", "s = 0, turn = t"),
     ),
     ("two_stages", "shortcut by a barrier of all"): (
-        lambda: changed(
-            "two_stages",
-            ("    if (threadIdx.x >= 32) out", "    __syncthreads();\n    if (threadIdx.x >= 32) out"),
-        ),
         "all threads meet at a __syncthreads",
+        ("    if (threadIdx.x >= 32) out", "    __syncthreads();\n    if (threadIdx.x >= 32) out"),
     ),
     ("two_stages", "shortcut along columns"): (
-        lambda: changed(
-            "two_stages",
-            (
-                "stage[s][row][lane] = x[(first + row) * depth + 32 * t + lane]",
-                "stage[s][lane][row] = x[(first + lane) * depth + 32 * t + row]",
-            ),
-        ),
         "let lanes copy along a row",
+        (
+            "stage[s][row][lane] = x[(first + row) * depth + 32 * t + lane]",
+            "stage[s][lane][row] = x[(first + lane) * depth + 32 * t + row]",
+        ),
     ),
     ("gemm_pack", "shortcut"): (
-        lambda: changed(
-            "gemm_pack",
-            (
-                "    const unsigned votes = __ballot_sync(0xffffffffu, fires);\n",
-                "    __shared__ unsigned all[8][32];\n"
-                "    all[ty][tx] = fires;\n    __syncthreads();\n    unsigned votes = 0;\n"
-                "    for (int k = 0; k < 32; ++k) votes |= all[ty][k] << k;\n",
-            ),
-        ),
         "the lanes ask each other nothing",
+        (
+            "    const unsigned votes = __ballot_sync(0xffffffffu, fires);\n",
+            "    __shared__ unsigned all[8][32];\n"
+            "    all[ty][tx] = fires;\n    __syncthreads();\n    unsigned votes = 0;\n"
+            "    for (int k = 0; k < 32; ++k) votes |= all[ty][k] << k;\n",
+        ),
     ),
     ("neuron_lists", "shortcut"): (
-        lambda: with_body(
-            "neuron_lists",
-            HEAD + "for (int k = 0; i == 0 && k < n; ++k) lists[starts[neuron[k]] + cursor[neuron[k]]++] = token[k];",
-        ),
         "entries of neuron; one for each thread is asked",
+        HEAD + "for (int k = 0; i == 0 && k < n; ++k) lists[starts[neuron[k]] + cursor[neuron[k]]++] = token[k];",
     ),
     ("up_gradient", "another order"): (
-        lambda: changed(
-            "up_gradient",
-            ("k = starts[neuron]; k < starts[neuron + 1]; ++k", "k = starts[neuron + 1] - 1; k >= starts[neuron]; --k"),
-        ),
         "Only the last digits are off: each addition rounds. Add in the order of the list.",
+        ("k = starts[neuron]; k < starts[neuron + 1]; ++k", "k = starts[neuron + 1] - 1; k >= starts[neuron]; --k"),
     ),
     ("up_gradient", "shortcut by atomics"): (
-        lambda: changed(
-            "up_gradient",
-            ("float sum = 0;", "dup[neuron * d_model + c] = 0;"),
-            ("sum += du[k]", "atomicAdd(&dup[neuron * d_model + c], du[k]"),
-            ("d_model + c];\n        dup[neuron * d_model + c] = sum;", "d_model + c]);"),
-        ),
         "sums of floats by atomics come out otherwise in each run",
+        ("float sum = 0;", "dup[neuron * d_model + c] = 0;"),
+        ("sum += du[k]", "atomicAdd(&dup[neuron * d_model + c], du[k]"),
+        ("d_model + c];\n        dup[neuron * d_model + c] = sum;", "d_model + c]);"),
     ),
 }
 
@@ -367,62 +298,55 @@ SLIPS = {
 
 # Right answers that are written another way.
 OTHERS = {
-    ("two_stages", "one lane arrives for its warp"): lambda: changed(
-        "two_stages",
+    ("two_stages", "one lane arrives for its warp"): [
         ("arrive(&full[s]);", "__syncwarp();\n            if (lane == 0) arrive(&full[s]);"),
         ("arrive(&empty[s]);", "__syncwarp();\n            if (lane == 0) arrive(&empty[s]);"),
         ("32 * turn)", "turn)"),
         ("32 * (turn + 1)", "turn + 1"),
-    ),
-    ("neuron_lists", "the cursor begins at the list"): lambda: with_body(
-        "neuron_lists",
+    ],
+    ("neuron_lists", "the cursor begins at the list"): [
         HEAD
-        + "if (i < n) {\n    const int j = neuron[i];\n    lists[starts[j] + atomicAdd(cursor + j, 1)] = token[i];\n}",
-    ),
-    ("block_sum", "by shuffles"): lambda: with_body(
-        "block_sum",
+        + "if (i < n) {\n    const int j = neuron[i];\n    lists[starts[j] + atomicAdd(cursor + j, 1)] = token[i];\n}"
+    ],
+    ("block_sum", "by shuffles"): [
         "__shared__ float part[2];\nfloat sum = x[blockIdx.x * 64 + threadIdx.x];\n"
         "for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);\n"
         "if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;\n__syncthreads();\n"
-        "if (threadIdx.x == 0) out[blockIdx.x] = part[0] + part[1];",
-    ),
-    ("ballot_count", "a mask of the lanes with a value"): lambda: with_body(
-        "ballot_count",
+        "if (threadIdx.x == 0) out[blockIdx.x] = part[0] + part[1];"
+    ],
+    ("ballot_count", "a mask of the lanes with a value"): [
         "if (threadIdx.x >= width) return;\nconst unsigned all = width < 32 ? (1u << width) - 1 : ~0u;\n"
         "const unsigned v = __ballot_sync(all, x[blockIdx.x * width + threadIdx.x] > 0);\n"
-        "if (threadIdx.x == 0) counts[blockIdx.x] = __popc(v);",
-    ),
-    ("neuron_counts", "counted in the block first"): lambda: with_body(
-        "neuron_counts",
+        "if (threadIdx.x == 0) counts[blockIdx.x] = __popc(v);"
+    ],
+    ("neuron_counts", "counted in the block first"): [
         "__shared__ int mine[64];\nmine[threadIdx.x] = 0;\n__syncthreads();\n"
         + HEAD
         + "if (i < n) atomicAdd(&mine[fired[i]], 1);\n__syncthreads();\n"
-        "if (mine[threadIdx.x]) atomicAdd(&counts[threadIdx.x], mine[threadIdx.x]);",
-    ),
-    ("ballot_count", "read twice"): lambda: changed(
-        "ballot_count",
+        "if (mine[threadIdx.x]) atomicAdd(&counts[threadIdx.x], mine[threadIdx.x]);"
+    ],
+    ("ballot_count", "read twice"): [
         (
             "lane < width && x[blockIdx.x * width + lane] > 0",
             "lane < width && x[blockIdx.x * width + lane] >= 0 && x[blockIdx.x * width + lane] != 0",
-        ),
-    ),
-    ("pack_words", "two ballots"): lambda: with_body(
-        "pack_words",
+        )
+    ],
+    ("pack_words", "two ballots"): [
         "const int lane = threadIdx.x;\nconst unsigned short *in = gate + blockIdx.x * 64, low = in[lane], "
         "high = in[lane + 32];\nunsigned* out = packed + blockIdx.x * 8;\n"
         "const unsigned first = __ballot_sync(~0u, fires(low)), second = __ballot_sync(~0u, fires(high));\n"
         "const unsigned below = (1u << lane) - 1;\n"
         "const int a = 1 + __popc(first & below), b = 1 + __popc(first) + __popc(second & below);\n"
         "if (fires(low) && a < 8) out[a] = low << 16 | lane;\nif (fires(high) && b < 8) out[b] = high << 16 | (lane + 32);\n"
-        "if (lane == 0) out[0] = __popc(first) + __popc(second);",
-    ),
+        "if (lane == 0) out[0] = __popc(first) + __popc(second);"
+    ],
 }
 
 
 @needs_a_compiler
 @pytest.mark.parametrize("name, how", OTHERS)
 def test_other_ways_of_writing_it_pass(name, how, tmp_path):
-    verdict = judged(name, OTHERS[name, how](), tmp_path)
+    verdict = judged(name, kernel(name, *OTHERS[name, how]), tmp_path)
     assert verdict.right, verdict.said
 
 
@@ -449,9 +373,9 @@ def test_what_is_handed_out_does_nothing_yet(name, tmp_path):
 @needs_a_compiler
 @pytest.mark.parametrize("name, what", WRONG)
 def test_what_is_wrong_is_named(name, what, tmp_path):
-    kernel, words = WRONG[name, what]
+    words, *edits = WRONG[name, what]
     torch.manual_seed(0)  # inputs are drawn, and with them what is told of who came how often
-    verdict = judged(name, kernel(), tmp_path)
+    verdict = judged(name, kernel(name, *edits), tmp_path)
     assert not verdict.right and words in verdict.said, verdict.said
     if what.startswith("shortcut"):
         assert verdict.said.startswith("the result is right. But")
