@@ -230,9 +230,8 @@ def test_gpus_are_torchs_where_it_sees_some(monkeypatch):
         ("13.0", ["cupy-cuda12x"], ["CUDA 13.0", "cupy-cuda12x 14.2.0", "uninstall -y cupy-cuda12x", "cupy-cuda13x[ctk]"]),
         ("12.8", ["cupy-cuda13x"], ["CUDA 12.8", "cupy-cuda13x 14.2.0", "uninstall -y cupy-cuda13x", "cupy-cuda12x[ctk]"]),
         ("12.8", ["cupy-cuda12x", "cupy-cuda13x"], ["installed together", "uninstall -y cupy-cuda12x cupy-cuda13x"]),
-        ("12.8", ["cupy"], None),  # a source build may be for any
         ("13.0", ["cupy-cuda13x"], None),
-        ("13.0", ["cupy"], None),
+        ("13.0", ["cupy"], None),  # a source build may be for any
         (None, ["cupy-cuda12x"], None),
         ("13.0", [], None),
     ],

@@ -122,15 +122,6 @@ def test_wrong_kernels_are_told(name, mistake, tmp_path, capsys):
     assert said.startswith("Not yet: ") and word in said
 
 
-def test_without_a_compiler_the_kernel_exercise_says_what_to_install(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
-    file = tmp_path / "tile_counts.cu"
-    file.write_text(handed_out(kernels=True)["tile_counts"][1])
-    exercises.check("tile_counts", str(file))
-    said = verdict(capsys)
-    assert said.startswith("Not yet: ") and "apt install g++" in said
-
-
 def pack_by_hand(gate: torch.Tensor, words: int) -> list[int]:
     places = (~(gate <= 0)).nonzero()[:, 0].tolist()
     stored = [(int(gate[place].view(torch.int16)) & 0xFFFF) << 16 | place for place in places]
@@ -192,17 +183,6 @@ def cut_error(gate, up, down, threshold, shift=False):
     exact = down @ (gate.relu() * up)
     kept = (gate - threshold).relu() if shift else gate.relu() * (gate > threshold)
     return float((down @ (kept * up) - exact).norm() / exact.norm())
-
-
-def unpacked(words, gate):
-    row = torch.zeros(len(gate))
-    for t, tile in enumerate(words):
-        if int(tile[0]) > 31:
-            row[256 * t : 256 * (t + 1)] = torch.where(gate <= 0, 0, gate)[256 * t : 256 * (t + 1)].float()
-        else:
-            used = tile[1 : 1 + int(tile[0])]
-            row[256 * t + (used & 0xFFFF)] = (used >> 16).short().view(torch.bfloat16).float()
-    return row
 
 
 def cut_positive(x, gate, up, down, threshold):
@@ -273,10 +253,8 @@ WITH_NAN = TILES.where(torch.arange(256) != 7, torch.nan)
 
 WRONG = [
     ("weights_read", lambda nnz, d_model: 2 * 29 * 2048),
-    (
-        "one_token",
-        lambda x, gate, up, down: down.nan_to_num() @ ((gate @ x).relu() * (up.nan_to_num() @ x)),
-    ),  # and hides it
+    # computes all, and hides it
+    ("one_token", lambda x, gate, up, down: down.nan_to_num() @ ((gate @ x).relu() * (up.nan_to_num() @ x))),
     ("several_tokens", lambda *given: several_tokens(*given, who=lambda fires: fires.all(0))),
     (
         "several_tokens",
@@ -284,51 +262,38 @@ WRONG = [
             x, gate, up.nan_to_num(), down.nan_to_num(), who=lambda fires: fires.any(0) | True
         ),
     ),
-    (
-        "may_be_skipped",
-        lambda activation: bool(activation(torch.tensor([-1.0])) == 0),
-    ),  # so is hardshrink at 1.5, there
-    (
-        "may_be_skipped",
-        lambda activation: bool((activation(-torch.rand(1000)).abs() < 0.05).all()),
-    ),  # small is not zero
-    (
-        "cut_error",
-        lambda gate, up, down, threshold: cut_error(gate, up, torch.eye(len(gate)), threshold),
-    ),  # of hidden values
+    # hardshrink is zero there, and not at 1.5
+    ("may_be_skipped", lambda activation: bool(activation(torch.tensor([-1.0])) == 0)),
+    # small is not zero
+    ("may_be_skipped", lambda activation: bool((activation(-torch.rand(1000)).abs() < 0.05).all())),
+    # of hidden values
+    ("cut_error", lambda gate, up, down, threshold: cut_error(gate, up, torch.eye(len(gate)), threshold)),
     ("cut_error", lambda gate, up, down, threshold: cut_error(gate, up, down, threshold, shift=True)),
     ("at_most", 20),
     ("at_most", 3),
     ("csr_bytes", lambda rows, nnz, value_bytes: 8 * rows + nnz * (4 + value_bytes)),  # no last pointer
     ("amdahl", lambda share, times: 1 - share + share * times),  # the mean of the speedups, not of the times
     ("layer_needed", lambda share, wanted: share / (1 / wanted - 1 + share)),  # a negative speedup where there is none
-    (
-        "layer_needed",
-        lambda share, wanted: share / (1 / wanted - 1 + share) if share >= 1 - 1 / wanted else None,
-    ),  # 1 / 0
-    (
-        "share_from",
-        lambda layer, model: max(0.0, (1 - 1 / model) / (1 - 1 / max(layer, 1.001))),
-    ),  # slower layers left out
-    (
-        "crossing",
-        lambda points: max((nnz for nnz, times in points if times > 1), default=None),
-    ),  # the last that is faster
+    # 1 / 0
+    ("layer_needed", lambda share, wanted: share / (1 / wanted - 1 + share) if share >= 1 - 1 / wanted else None),
+    # slower layers left out
+    ("share_from", lambda layer, model: max(0.0, (1 - 1 / model) / (1 - 1 / max(layer, 1.001)))),
+    # the last that is faster
+    ("crossing", lambda points: max((nnz for nnz, times in points if times > 1), default=None)),
     (
         "crossing",
         lambda points: next(((a + b) / 2 for (a, x), (b, y) in itertools.pairwise(points) if x > 1 >= y), None),
     ),  # halfway between them
+    # column after column
     (
         "to_coo",
         lambda matrix: (
             [list(each) for each in zip(*(matrix.T.nonzero()[:, [1, 0]].tolist()))] + [matrix.T[matrix.T != 0].tolist()]
         ),
-    ),  # column after column
+    ),
     ("to_coo", lambda matrix: [*matrix.nonzero().T, matrix[matrix != 0]]),  # tensors
-    (
-        "row_pointers",
-        lambda rows, count: [rows.index(i) if i in rows else 0 for i in range(count)] + [len(rows)],
-    ),  # empty rows
+    # empty rows
+    ("row_pointers", lambda rows, count: [rows.index(i) if i in rows else 0 for i in range(count)] + [len(rows)]),
     ("csr_pays", lambda rows, columns, value_bytes: value_bytes / (4 + value_bytes)),  # without the pointers
     ("ell_bytes", lambda counts, value_bytes: len(counts) * max(counts) * (4 + value_bytes)),  # without the counts
     ("ell_times_dense", lambda ell, b: ell.to_dense() @ b),
@@ -347,21 +312,20 @@ WRONG = [
     ("times_in_turns", lambda calls, rounds, timed: {name: [timed(call)] * rounds for name, call in calls.items()}),
     ("csr_times_dense", without_multiplying),
     ("csr_times_dense", lambda csr, b: (csr.to_dense()[:, :, None] * b).sum(1)),  # the same product, element by element
-    (
-        "formula_l1",
-        lambda hidden, l1: l1 * sum(h.abs().sum(-1).mean() for h in hidden) / len(hidden),
-    ),  # the other convention
+    # the other convention
+    ("formula_l1", lambda hidden, l1: l1 * sum(h.abs().sum(-1).mean() for h in hidden) / len(hidden)),
     (
         "firing_share",
         lambda counts, share: (int((counts.cumsum(0) >= share * counts.sum()).int().argmax()) + 1) / len(counts),
     ),
     ("gate_push", lambda gate, up, c: c * up.abs()),  # silent gates, too
+    # as far is no further
     (
         "seed_verdict",
         lambda base, again, run: (
             "no difference" if abs(run - base) < abs(again - base) else "worse" if run > base else "better"
         ),
-    ),  # as far is no further
+    ),
     ("silent_for", lambda fired: fired.flip(0).int().argmax(0)),  # 0 where it never fired
     ("sparsest_within", lambda runs, twin, more: min(nnz for nnz, loss in runs)),
     (
@@ -370,10 +334,8 @@ WRONG = [
     ),
     ("pack_tile", lambda gate, words: pack_by_hand(gate.nan_to_num(0.0), words)),
     ("pack_tile", lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_by_hand(gate, words)[1:]),
-    (
-        "factor_gradients",
-        lambda *given: factor_gradients(*given, sign=torch.ones_like),
-    ),  # L1 of a sum that is never negative
+    # L1 of a sum that is never negative
+    ("factor_gradients", lambda *given: factor_gradients(*given, sign=torch.ones_like)),
     ("factor_gradients", factor_gradients_by_autograd),
     ("less_room", {"bytes kept": "fewer", "tokens lost": "more", "gradients": "the same", "rows read": "fewer"}),
     ("launch_of", lambda rows, columns, tile, block: (-(-rows * columns // tile // block), 0)),
@@ -384,10 +346,8 @@ WRONG = [
     ("lossless", lambda round_trip: packing.same_bits(round_trip(TILES), TILES.relu())),  # without a NaN
     ("larger_tile", {"bytes of words": "the same", "rows that overflow": "more", "values lost": "the same"}),
     ("warp_slot", lambda ballot, lane: (ballot & ((1 << lane) - 1)).bit_count()),  # over the count
-    (
-        "sectors",
-        lambda addresses, size: (max(addresses) + size - min(addresses) + 31) // 32,
-    ),  # everything in between as well
+    # everything in between as well
+    ("sectors", lambda addresses, size: (max(addresses) + size - min(addresses) + 31) // 32),
     ("pool_starts", pool_starts),
     ("plain_backward", dense_backward_elementwise),
     ("occupied", lambda density, height: density * height),  # more than everything, of a tall tile
@@ -398,12 +358,13 @@ WRONG = [
     ),
     ("route", route_by_a_loop),
     ("route", route_unsorted),
+    # the mean of each token's
     (
         "recall_and_precision",
         lambda fires, chosen: tuple(
             float(((fires & chosen).sum(1) / of.sum(1).clamp(min=1)).mean()) for of in (fires, chosen)
         ),
-    ),  # the mean of each token's
+    ),
     (
         "token_bytes",
         lambda d_model, d_ff, firing, rank, chosen, size: (
@@ -412,79 +373,58 @@ WRONG = [
             3 * chosen * d_model * size,
         ),
     ),
-    (
-        "threshold_for",
-        lambda values, sparsity: float(values.sort().values[round(sparsity * len(values))]),
-    ),  # signs count
-    (
-        "threshold_for",
-        lambda values, sparsity: float(values[values != 0].abs().quantile(sparsity)),
-    ),  # zeros do not count
+    # signs count
+    ("threshold_for", lambda values, sparsity: float(values.sort().values[round(sparsity * len(values))])),
+    # zeros do not count
+    ("threshold_for", lambda values, sparsity: float(values[values != 0].abs().quantile(sparsity))),
     ("cut_token", cut_positive),  # drops the negative ones
     ("paired_interval", wide_interval),
     ("l1_at", lambda step, l1, delay, ramp: l1 * min(1.0, (step - delay) / max(ramp, 1))),  # below zero at first
-    (
-        "won_back",
-        lambda before, at_once, after, twin: (at_once - after) / (at_once - before),
-    ),  # as if the twin stood still
-    (
-        "share_saved",
-        lambda layers: sum(2 * (d - n) for d, n, _ in layers) / sum(3 * d for d, *_ in layers),
-    ),  # dense layers, too
+    # as if the twin stood still
+    ("won_back", lambda before, at_once, after, twin: (at_once - after) / (at_once - before)),
+    # dense layers, too
+    ("share_saved", lambda layers: sum(2 * (d - n) for d, n, _ in layers) / sum(3 * d for d, *_ in layers)),
     ("must_stay", differs),
-    (
-        "hiding_window",
-        lambda first, later, within: round((first - later) / (within * later)),
-    ),  # 0, or less, for a light first token
-    (
-        "is_faster",
-        lambda turns: statistics.median(d for d, _ in turns) > statistics.median(o for _, o in turns),
-    ),  # not in pairs
+    # 0, or less, for a light first token
+    ("hiding_window", lambda first, later, within: round((first - later) / (within * later))),
+    # not in pairs
+    ("is_faster", lambda turns: statistics.median(d for d, _ in turns) > statistics.median(o for _, o in turns)),
     (
         "cut_or_train",
         lambda cut, trained: "train" if trained[1] < cut[1] else "cut" if cut[0] < trained[0] else "measure more",
     ),
     ("plain_call", lambda dense, ours: sum(dense) / sum(ours)),  # one after the other
     ("energy_saved", lambda dense, ours: 1 - ours[0] * ours[1] / (dense[0] * dense[1])),  # a step's, not a token's
-    (
-        "deepest_cut",
-        lambda points, most: max((s for s, _, change, _ in points if change <= most), default=0.0),
-    ),  # by the middle
+    # by the middle
+    ("deepest_cut", lambda points, most: max((s for s, _, change, _ in points if change <= most), default=0.0)),
     ("deepest_cut", lambda points, most: next((s for s, *_, high in points if high <= most), 0.0)),  # as if sorted
     ("front", lambda points: sorted(a for a in points if not any(b[0] < a[0] and b[1] < a[1] for b in points))),
-    (
-        "keep_largest",
-        lambda sizes, count: sizes >= sizes.flatten().sort(descending=True).values[max(0, count - 1)],
-    ),  # all ties
+    # all ties
+    ("keep_largest", lambda sizes, count: sizes >= sizes.flatten().sort(descending=True).values[max(0, count - 1)]),
     ("two_four", lambda weight: weight.abs() >= weight.abs().median()),  # half of all, not of each four
-    (
-        "two_four_bytes",
-        lambda rows, columns, size: rows * columns // 2 * size + rows * columns // 4,
-    ),  # 2 bits for every value
+    # 2 bits for every value
+    ("two_four_bytes", lambda rows, columns, size: rows * columns // 2 * size + rows * columns // 4),
     ("empty_blocks", lambda sparsity, size: sparsity**size),
     ("pays_after", lambda conversion, sparse, dense: int(conversion / max(dense - sparse, 1e-9)) + 1),
     ("block_product", lambda blocks, b, size, rows: torch.zeros(rows, b.shape[1])),
     ("block_product", lambda blocks, b, size, rows: block_product_densely(blocks, b, size, rows)),
     ("quantise_row", lambda row: ((row / (row.max() / 127)).round(), row.max() / 127)),  # forgets the negative ones
+    # within its tile
     (
         "read_word",
         lambda word, t: (
             torch.tensor(word >> 16).short().view(torch.bfloat16).item(),
             word & 0xFFFF,
         ),
-    ),  # within its tile
+    ),
     ("read_word", lambda word, t: (float(word >> 16), 256 * t + (word & 0xFFFF))),  # bits as a whole number
     ("down_row", lambda words, gate, down_t: down_row(words, gate, down_t, tile=0)),  # columns within their tiles
     ("row_sectors", lambda column, d_model: -(-2 * d_model // 32)),
-    (
-        "floor_bytes",
-        lambda counts, d_model: sum(4 * (1 + count) for count in counts) + sum(counts) * 2 * d_model,
-    ),  # no sectors
+    # no sectors
+    ("floor_bytes", lambda counts, d_model: sum(4 * (1 + count) for count in counts) + sum(counts) * 2 * d_model),
     ("least_us", lambda l2, memory, l2_rate, rate: 1e6 * (l2 / l2_rate + memory / rate)),
-    (
-        "fewest_words",
-        lambda counts, share: int(counts.double().quantile(1 - share)) + 1,
-    ),  # of the tiles, not of the rows
+    # of the tiles, not of the rows
+    ("fewest_words", lambda counts, share: int(counts.double().quantile(1 - share)) + 1),
 ]
 
 
@@ -507,7 +447,7 @@ FAULTS = [
     ("is_faster", lambda turns: False, "should be True; yours gave False."),
     (
         "down_row",
-        lambda words, gate, down_t: unpacked(words, gate) @ down_t.nan_to_num().float(),
+        lambda words, gate, down_t: torch.where(gate <= 0, 0, gate).float() @ down_t.nan_to_num().float(),
         "row 0: its products take",
     ),
     ("down_row", lambda words, gate, down_t: down_row(words, gate, down_t, overflow=False), "row 0, should have"),

@@ -49,7 +49,3 @@ def test_what_is_stored(name):
     notebook = json.loads((FOLDER / name).read_text(encoding="utf-8"))
     assert not faults(notebook) and (FOLDER / name).stat().st_size <= MOST_BYTES
     assert not code(notebook) or compared(notebook) >= FEWEST
-
-
-
-

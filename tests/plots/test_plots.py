@@ -15,17 +15,8 @@ from twell_lab.core import InputError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 ROW = {
-    "kind": "ffn_forward",
-    "device": "CPU",
-    "dtype": "float32",
-    "tokens": 1,
-    "d_model": 2048,
-    "d_ff": 5632,
-    "nnz": 29.0,
-    "path": "twell",
-    "ms": 2.0,
-    "dense_ms": 6.0,
-    "x_dense": 3.0,
+    **{"kind": "ffn_forward", "device": "CPU", "dtype": "float32", "tokens": 1, "d_model": 2048, "d_ff": 5632},
+    **{"nnz": 29.0, "path": "twell", "ms": 2.0, "dense_ms": 6.0, "x_dense": 3.0},
 }
 
 

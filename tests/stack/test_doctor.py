@@ -9,18 +9,9 @@ from twell_lab.app import doctor
 H100 = {"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gib": 79.1, "driver": "580.82.07"}
 P100 = {"name": "Tesla P100-PCIE-16GB", "capability": "6.0", "memory_gib": 16.0, "driver": "535.1"}
 FACTS = {
-    "os": "Debian GNU/Linux 12, x86_64",
-    "cpu": "a CPU",
-    "cores": 2,
-    "python": "3.12.1",
-    "torch": "2.10.0",
-    "torch_cuda": "12.8",
-    "numpy": "2.1.3",
-    "cupy": "14.2.0",
-    "cupy_package": "cupy-cuda12x",
-    "nvrtc": "12.8",
-    "gpus": [H100],
-    "cuda_driver": "13.0",
+    **{"os": "Debian GNU/Linux 12, x86_64", "cpu": "a CPU", "cores": 2, "python": "3.12.1", "numpy": "2.1.3"},
+    **{"torch": "2.10.0", "torch_cuda": "12.8", "cupy": "14.2.0", "cupy_package": "cupy-cuda12x", "nvrtc": "12.8"},
+    **{"gpus": [H100], "cuda_driver": "13.0"},
 }
 
 

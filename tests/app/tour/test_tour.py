@@ -135,20 +135,9 @@ def test_figures_on_the_page_are_those_of_the_record(taken):
 
 
 RECORDED = {
-    "kind": "inference",
-    "device": "NVIDIA Example",
-    "dtype": "bfloat16",
-    "tokens": 16384,
-    "d_model": 2048,
-    "d_ff": 5632,
-    "nnz": 29.0,
-    "workload": "independent, lognormal",
-    "gated": True,
-    "path": "planned",
-    "ms": 1.0,
-    "dense_ms": 2.0,
-    "x_dense": 2.0,
-    "spread": 0.1,
+    **{"kind": "inference", "device": "NVIDIA Example", "dtype": "bfloat16", "workload": "independent, lognormal"},
+    **{"tokens": 16384, "d_model": 2048, "d_ff": 5632, "nnz": 29.0, "gated": True, "path": "planned"},
+    **{"ms": 1.0, "dense_ms": 2.0, "x_dense": 2.0, "spread": 0.1},
 }
 
 

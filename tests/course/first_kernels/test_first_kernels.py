@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.course import recorded_rows
 from twell_lab import simulator
 from twell_lab.core import InputError
 from twell_lab.course.first_kernels import data as kernels
@@ -38,16 +39,7 @@ def test_a_fault_is_given_back_and_other_errors_are_not_swallowed(tmp_path):
 
 def record(device: str, ms: float, date: str) -> Record:
     row = {"kind": "kernel", "device": device, "tokens": 64, "path": "pack_v1", "ms": ms}
-    return Record(
-        name="portable",
-        purpose="a test",
-        rows=[row, {**row, "tokens": 1}, {"test": "no measurement"}],
-        date=date,
-        commit=None,
-        dirty=None,
-        kernels={"gone": "0" * 64},
-        machine={},
-    )
+    return recorded_rows.record("portable", date, [row, {**row, "tokens": 1}, {"test": "no measurement"}])
 
 
 def test_recorded_times_are_the_newest_of_the_wanted_gpu(keep):

@@ -5,18 +5,13 @@ import math
 import pytest
 import torch
 
+from tests.course.recorded_rows import record
 from twell_lab.analysis.profile import profile
 from twell_lab.course.recorded import GRAPH, LOGNORMAL
 from twell_lab.course.speedups import data as speedups
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.records import Record
 
 SIZES = {"device": "NVIDIA H100", "dtype": "bfloat16", "d_model": 64, "d_ff": 256, "gated": True}
-
-
-def record(rows, date="2026-01-02T03:04:05Z", name="bench-model"):
-    shared = {"commit": None, "dirty": None, "kernels": {}, "machine": {}}
-    return Record(name=name, purpose="a test", rows=rows, date=date, **shared)
 
 
 def of_model(path, wall, ms=None, dense=10.0, kind="model_decode", label="decode step, batch 1", tokens=1, **more):
@@ -55,7 +50,7 @@ LAYER = [
 @pytest.fixture
 def kept(keep):
     """Rows and layers of MODEL and LAYER, as a notebook reads them."""
-    keep(record([*MODEL, *LAYER, {"attack": "no row of a device"}]))
+    keep(record("bench-model", "2026-01-02T03:04:05Z", [*MODEL, *LAYER, {"attack": "no row of a device"}], ()))
     rows = speedups.recorded()
     return rows, speedups.layers_of(rows)
 
@@ -91,7 +86,7 @@ def test_each_way_is_compared_with_dense_run_the_same_way_and_with_its_layers(ke
 
 def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_model(keep):
     for other in ({"nnz": 16.0}, {"tokens": 2}, {"d_ff": 128}):
-        keep(record([*MODEL, *(row | other for row in LAYER)]))
+        keep(record("bench-model", "2026-01-02T03:04:05Z", [*MODEL, *(row | other for row in LAYER)], ()))
         rows = speedups.recorded()
         assert {step["share"] for step in speedups.steps(rows, speedups.layers_of(rows))} == {None}
 
