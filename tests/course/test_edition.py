@@ -128,9 +128,6 @@ def test_a_guess_in_dots_hides_what_came_out_and_nothing_after_it(tmp_path):
     assert shown[0].text == "3\n" and shown[1].data["text/plain"] == "7"
 
 
-# ---- hints ----
-
-
 def test_each_exercise_has_two_hints_and_none_is_a_line_of_its_answer():
     assert sorted(exercises.hints()) == sorted(exercises.CHECKS)
     answers = "".join(edition.student(source, name)[1] for name, source in SOURCES.items())
@@ -152,9 +149,6 @@ def test_hints_come_one_after_the_other_and_are_named_from_the_second_refusal_on
         assert exercises.hints()["amdahl"][number - 1] in capsys.readouterr().out
     with pytest.raises(KeyError, match="no exercise"):
         exercises.hint("nobody")
-
-
-# ---- Drive ----
 
 
 @pytest.fixture

@@ -254,9 +254,6 @@ def test_odd_gates_have_their_tile():
     assert not TileExplorer(trained).gate.requires_grad and trained.grad is None
 
 
-# ---- a sentence ----
-
-
 def test_a_drag_runs_no_model_and_another_sentence_has_each_read_it(monkeypatch):
     shown, ran = SentenceExplorer(spoken(), TIMED), []
     forward = LanguageModel.forward

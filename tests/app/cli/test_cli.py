@@ -91,8 +91,6 @@ def test_without_a_terminal_nothing_but_the_result_is_printed(spawn, text):
     assert done.returncode == 0 and "bits per byte" in done.stdout and done.stderr == ""
 
 
-# ---- hostile values -----------------------------------------------------------------------------------------------------
-
 NUMBERS = ["0", "-1", "nan", "inf", "", "1e400", "9223372036854775808", "9" * 5000, "1.5", "x", "\0"]
 FEWER = [number for number in NUMBERS if number != "9223372036854775808"]  # where only so many are taken as there are
 PLACES = ["", "\0", "\ud800", "fifo", "loop", "text.txt/below", "x" * 300]  # neither to be read nor written
@@ -158,9 +156,6 @@ def test_a_text_shorter_than_a_batch_is_one_line(refused, text, size):
     text.write_bytes(b"a\n" * (size // 2) + b"a" * (size % 2))
     said = refused("train", "--text", text, "--steps", "1", *SMALL)
     assert "text.txt" in said and re.search("needs? at least", said)
-
-
-# ---- what is written to -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -31,9 +31,6 @@ def test_doctor_speaks_to_people_and_to_programs(ask, value):
     assert all(finding["text"] in shown for finding in findings)
 
 
-# ---- records ----
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A folder with one synthetic record."""
@@ -69,9 +66,6 @@ def test_a_named_recording_is_made_and_kept(ask, value, refused, tmp_path, monke
     assert value("record", "example", "--out", tmp_path)["name"] == "example"
     assert len(records.load_all(tmp_path)) == 2
     assert "accepted: example" in refused("record", "other")
-
-
-# ---- the course ----
 
 
 def test_the_course_is_written_and_never_overwrites(ask, value, refused, tmp_path):
@@ -135,9 +129,6 @@ def test_a_wrong_kernel_gets_a_reason_and_no_record(ask, value, kernel, tmp_path
 def test_without_a_compiler_one_line_says_what_to_install(refused, kernel, monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
     assert "apt install g++" in refused("submit", kernel)
-
-
-# ---- texts ----
 
 
 @pytest.mark.parametrize("name, wrong", [("a.jsonl", ["other", "number"]), ("a.csv", ["other", ""])])

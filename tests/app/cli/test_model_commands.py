@@ -54,9 +54,6 @@ def long_text(tmp_path):
     return path
 
 
-# ---- profile ----
-
-
 def test_a_profile_is_shown_saved_and_compared(ask, value, refused, trained, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     counts = Path("counts.json")  # a path is never folded
@@ -145,9 +142,6 @@ def test_a_tokenizer_of_another_model_is_told(refused, llama):
     write(llama, vocab_size=100)
     said = refused("profile", llama, "--windows", "2")
     assert "made token 1" in said and "the model has 100 of them" in said
-
-
-# ---- sparsify ----
 
 
 def test_a_plan_is_made_as_asked(ask, value, refused, model, text):

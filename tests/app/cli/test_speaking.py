@@ -70,9 +70,6 @@ def test_bytes_that_are_not_utf8_are_continued_by_bytes_and_refused_by_a_tokeniz
     assert "not UTF-8" in refused("sample", opt, "--prompt", "a\udcff")
 
 
-# ---- models of transformers ----
-
-
 @pytest.fixture
 def opt(capsys, tmp_path):
     """An OPT, which is none of ours, with a tokenizer that spells bytes and puts a token of its own before a text."""

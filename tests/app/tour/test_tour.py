@@ -45,9 +45,6 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
-# ---- the record ------------------------------------------------------------------------------------------
-
-
 def test_a_tour_leaves_a_page_and_a_record_and_says_what_it_does(taken):
     record, folder, done = taken
     assert files(folder) == {"index.html", "tour.json"} and str(ROOT) not in record.to_json()
@@ -101,9 +98,6 @@ def test_an_interrupted_tour_leaves_nothing_behind(monkeypatch, ask, tmp_path, s
     monkeypatch.setattr(tour, step, stop)
     said = ask("tour", "--quick", "--text", TEXT, "--out", tmp_path / "out", status=130).err
     assert files(tmp_path / "out") == set() and said.splitlines()[-1] == "twell-lab: interrupted"
-
-
-# ---- the page --------------------------------------------------------------------------------------------
 
 
 def test_the_page_is_small_needs_no_network_and_tells_each_figure(taken):
@@ -169,9 +163,6 @@ def test_what_a_record_says_cannot_become_markup(taken):
     assert html.escape(name) in drawn and "<b>&amp;" not in drawn
 
 
-# ---- charts ----------------------------------------------------------------------------------------------
-
-
 def places(drawn: dict) -> list[tuple[float, float]]:
     (line,) = drawn["lines"]
     return [tuple(map(float, place.split())) for place in line["path"].removeprefix("M").split("L")]
@@ -191,9 +182,6 @@ def test_equal_steps_or_ratios_have_equal_distances(log):
 def test_one_point_alone_has_a_place_and_a_mark(log):
     drawn = chart("t", [Line("a", [(3, 7)])], Axis("step", log=log), Axis("loss", log=log))
     assert len(places(drawn)) == len(drawn["lines"][0]["marked"]) == 1 and "nan" not in str(drawn)
-
-
-# ---- sentences -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -279,9 +279,6 @@ def test_a_floor_with_a_tile_that_overflows():
     assert cases.floor_sectors(of) == (1 + 16) + 1 + 40
 
 
-# ---- files ----
-
-
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * (data.LARGEST + 1)])
 def test_what_is_no_source_is_refused(tmp_path, content):
     file = tmp_path / "down.cu"
@@ -291,9 +288,6 @@ def test_what_is_no_source_is_refused(tmp_path, content):
         capstone.judge(file)
     with pytest.raises(InputError, match="no file.*accepted"):
         capstone.judge(tmp_path)
-
-
-# ---- predicted, measured, won ----
 
 
 def times(**ms) -> list[dict]:
@@ -335,9 +329,6 @@ def test_predicted_stands_beside_measured_with_times_and_without(silver):
     assert [row["version"] for row in here] == ["down_v1", "down_v2", "down_v3"]
     assert all("recorded on NVIDIA H100" in row["where"] for row in here)
     assert all(row["predicted_us"] > 0 < row["sectors"] for row in mine + here)
-
-
-# ---- on a GPU, as far as it goes without one ----
 
 
 @pytest.mark.parametrize(

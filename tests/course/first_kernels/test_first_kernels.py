@@ -13,9 +13,6 @@ from twell_lab.simulator.counts import Counts, Footprint, Traffic
 needs_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
 
-# ---- workloads ----
-
-
 @needs_compiler
 def test_a_layer_runs_both_kernels():
     layer = kernels.Layer(2, d_model=64, d_ff=512, nnz=6)
@@ -32,9 +29,6 @@ def test_a_fault_is_given_back_and_other_errors_are_not_swallowed(tmp_path):
     assert type(fault).__name__ == "OutOfBounds" and fault.array == "a"
     with pytest.raises(InputError):
         kernels.fault_of(lambda: program.launch("k", 1, 1, (torch.zeros(3),)))
-
-
-# ---- recorded, measured, predicted ----
 
 
 def record(device: str, ms: float, date: str) -> Record:

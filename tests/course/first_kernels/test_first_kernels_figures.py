@@ -59,9 +59,6 @@ def flat(lines) -> list:
     return [cell for line in lines for cell in line]
 
 
-# ---- who touches what ----
-
-
 def test_every_cell_names_the_thread_that_read_it():
     figure = drawn.who_touches_what(trace("pack_v2"), cells=256)
     texts, colours, framed, hover = panel(figure, "gate")
@@ -83,9 +80,6 @@ def test_every_cell_names_the_thread_that_read_it():
 def test_what_cannot_be_drawn_is_refused(wrong, named):
     with pytest.raises(InputError, match=named):
         drawn.who_touches_what(trace("pack_v2"), **wrong)
-
-
-# ---- one step ----
 
 
 def test_a_step_shows_the_line_the_lanes_and_the_arrays():

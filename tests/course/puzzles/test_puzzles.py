@@ -441,9 +441,6 @@ def test_the_lines_are_about_the_files_in_the_folder(tmp_path):
     assert puzzles.standing(tmp_path).startswith("Right: 1 of 15.\nOpen: 2, 3, ")
 
 
-# ---- on a GPU ----
-
-
 @pytest.fixture
 def on_my_gpu(my_gpu, monkeypatch):
     """A function that sets what the GPU gives; nothing is launched."""

@@ -55,9 +55,6 @@ def kept(keep):
     return rows, speedups.layers_of(rows)
 
 
-# ---- the law ----
-
-
 def test_the_law_and_its_inverses_agree():
     for share, times in ((0.2, 3.0), (0.9, 1.4), (0.5, 0.5)):
         model = speedups.amdahl(share, times)
@@ -70,9 +67,6 @@ def test_the_law_and_its_inverses_agree():
 def test_a_crossing_lies_between_the_points_around_it():
     assert speedups.crossing([(10, 2.0), (20, 1.5), (30, 0.5)]) == 25
     assert speedups.crossing([(10, 2.0), (20, 1.0)]) is None and speedups.crossing([(10, 0.5), (20, 0.2)]) is None
-
-
-# ---- rows ----
 
 
 def test_each_way_is_compared_with_dense_run_the_same_way_and_with_its_layers(kept):
@@ -89,9 +83,6 @@ def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_mod
         keep(record("bench-model", "2026-01-02T03:04:05Z", [*MODEL, *(row | other for row in LAYER)], ()))
         rows = speedups.recorded()
         assert {step["share"] for step in speedups.steps(rows, speedups.layers_of(rows))} == {None}
-
-
-# ---- this machine ----
 
 
 def test_a_model_is_timed_here():
