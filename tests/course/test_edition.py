@@ -43,27 +43,18 @@ def test_a_students_notebook_is_valid_and_has_no_output_no_guess_and_no_answer(n
 
 
 def test_what_is_accepted_stands_beside_the_dots():
-    lines = [
-        "guess = 2  # percent",
-        "guess, found = 2, []",
-        'guess = "as many"  # or "more"',
-        "guess = [64]",
-        'guess = "ELL"',
-    ]
-    cell = {
-        "cell_type": "code",
-        "source": [line + "\n" for line in [*lines, "guesses = {0.5: 5.0, 0.9: 50.0}  # percent"]],
+    lines = {
+        "guess = 2  # percent": "guess = ...  # a number: percent",
+        "guess, found = 2, []": "guess, found = ..., []  # a number",
+        'guess = "as many"  # or "more"': 'guess = ...  # "as many" or "more"',
+        "guess = [64]": "guess = ...  # a list of numbers",
+        'guess = "ELL"': "guess = ...  # a word, in quotes",
+        "guesses = {0.5: 5.0, 0.9: 50.0}  # percent": "guesses = {0.5: ..., 0.9: ...}  # percent",
     }
     title = {"cell_type": "markdown", "source": ["# A title"]}
+    cell = {"cell_type": "code", "source": [line + "\n" for line in lines]}
     got = edition.student({"cells": [title, cell]}, "a.ipynb")[0]["cells"][1]["source"]
-    assert "".join(got).splitlines() == [
-        "guess = ...  # a number: percent",
-        "guess, found = ..., []  # a number",
-        'guess = ...  # "as many" or "more"',
-        "guess = ...  # a list of numbers",
-        "guess = ...  # a word, in quotes",
-        "guesses = {0.5: ..., 0.9: ...}  # percent",
-    ]
+    assert "".join(got).splitlines() == [*lines.values()]
 
 
 @pytest.mark.parametrize("name", SOURCES)

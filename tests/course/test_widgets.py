@@ -14,14 +14,7 @@ import torch
 from tests.simulator import recorded
 from twell_lab import plots, simulator
 from twell_lab.core import InputError
-from twell_lab.course import (
-    first_kernels,
-    packing,
-    sentence,
-    sparsity_map,
-    sweep,
-    widgets,
-)
+from twell_lab.course import first_kernels, packing, sentence, sparsity_map, sweep, widgets
 from twell_lab.course.first_kernels.widget import StepExplorer
 from twell_lab.course.packing.widget import TileExplorer
 from twell_lab.course.sentence import figures as sentence_figures

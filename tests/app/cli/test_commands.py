@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import twell_lab as tl
-from tests.app.conftest import ROOT
+from tests.app.conftest import ROOT, joined
 from tests.course.capstone.notebook_kernel import changed, in_the_notebook
 from twell_lab import records, simulator
 from twell_lab.app import recordings
@@ -17,11 +17,6 @@ from twell_lab.training.text.source import load_any
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
 SMALL = "--steps 2 --batch 2 --context 16 --d-model 16 --heads 2 --layers 1 --d-ff 32 --device cpu".split()
 needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
-
-
-def joined(text: str) -> str:
-    """The lines of a text that was folded as one."""
-    return " ".join(text.split())
 
 
 def test_doctor_speaks_to_people_and_to_programs(ask, value):

@@ -11,16 +11,12 @@ import safetensors.torch
 import torch
 
 import twell_lab as tl
+from tests.app.conftest import joined
 from twell_lab.core import RecordError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 TRAIN = "--steps 2 --batch 2 --context 16 --d-model 16 --heads 2 --layers 1 --d-ff 32 --device cpu".split()
 PLAN = "--windows 4 --tokens 4 --device cpu".split()
-
-
-def joined(text: str) -> str:
-    """The lines of a text that was folded as one."""
-    return " ".join(text.split())
 
 
 def write(folder, **entries):

@@ -70,13 +70,7 @@ def test_every_cell_names_the_thread_that_read_it():
     assert any("the first 256 of 512" in caption for caption in panels(figure))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"arrays": ["x"]}, "'x'"),
-        ({"steps": [1]}, "no array"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "named"), [({"arrays": ["x"]}, "'x'"), ({"steps": [1]}, "no array")])
 def test_what_cannot_be_drawn_is_refused(wrong, named):
     with pytest.raises(InputError, match=named):
         drawn.who_touches_what(trace("pack_v2"), **wrong)
