@@ -15,6 +15,11 @@ from twell_lab.models.tiny import LanguageModel, ModelConfig
 ROOT = Path(__file__).parents[2]
 
 
+def joined(text: str) -> str:
+    """The lines of a text that was folded as one."""
+    return " ".join(text.split())
+
+
 @pytest.fixture
 def ask(capsys):
     """Runs a command, checks its status, and returns what it wrote: `out` and `err`."""

@@ -9,36 +9,16 @@ WHERE = "recorded on Some GPU, 2026-01-02"
 
 
 def row(path="planned", ms=1.0, dense=2.0, nnz=29.0, tokens=16384, **more):
-    shared = {
-        "kind": "inference",
-        "device": "NVIDIA H100",
-        "dtype": "bfloat16",
-        "tokens": tokens,
-        "d_model": 2048,
-        "d_ff": 5632,
-        "gated": True,
-        "nnz": nnz,
-        "workload": roofline.LOGNORMAL,
-        "path": path,
-        "ms": ms,
-        "dense_ms": dense,
-        "x_dense": dense / ms,
-        "where": WHERE,
-    }
+    shared = {"kind": "inference", "device": "NVIDIA H100", "dtype": "bfloat16", "tokens": tokens, "gated": True}
+    shared |= {"d_model": 2048, "d_ff": 5632, "nnz": nnz, "workload": roofline.LOGNORMAL, "path": path, "ms": ms}
+    shared |= {"dense_ms": dense, "x_dense": dense / ms, "where": WHERE}
     return shared | more
 
 
 def compared(nnz, tokens=16384, twell=1.0, workload=roofline.LOGNORMAL, **more):
     """What one comparison leaves in the record: every path of one layer."""
-    paths = {
-        "dense eager": 2.0,
-        "dense compiled": 1.9,
-        "planned": min(twell, 1.8),
-        "planned compiled": min(twell, 1.8),
-        "forced dense": 1.9,
-        "forced twell": twell,
-        "forced hot_cold 768": 1.5,
-    }
+    paths = {"dense eager": 2.0, "dense compiled": 1.9, "forced dense": 1.9, "forced twell": twell}
+    paths |= {"planned": min(twell, 1.8), "planned compiled": min(twell, 1.8), "forced hot_cold 768": 1.5}
     rows = []
     for path, ms in paths.items():
         rows.append(row(path, ms, nnz=nnz, tokens=tokens, workload=workload, x_compiled=1.9 / ms, **more))
@@ -50,14 +30,8 @@ def compared(nnz, tokens=16384, twell=1.0, workload=roofline.LOGNORMAL, **more):
 
 
 def gates(v3=0.5):
-    times = {
-        "gate GEMM (torch)": 0.52,
-        "gate GEMM (torch), then pack": 0.62,
-        "sm90 gate_pack v1": 0.58,
-        "sm90 gate_pack v2": 0.56,
-        "sm90 gate_pack v3": v3,
-        "sm80 gate_pack": 0.9,
-    }
+    times = {"gate GEMM (torch)": 0.52, "gate GEMM (torch), then pack": 0.62, "sm80 gate_pack": 0.9}
+    times |= {"sm90 gate_pack v1": 0.58, "sm90 gate_pack v2": 0.56, "sm90 gate_pack v3": v3}
     return [row(path, ms, kind="gate", tflops=1.0) for path, ms in times.items()]
 
 
@@ -71,13 +45,5 @@ def everything():
 
 def record(name, date, rows, kernels=("gone",)):
     """A record whose kernels have other hashes than today's, so that it is stale; without kernels it never is."""
-    return Record(
-        name=name,
-        purpose="a test",
-        rows=rows,
-        date=date,
-        commit=None,
-        dirty=None,
-        kernels=dict.fromkeys(kernels, "0" * 64),
-        machine={},
-    )
+    hashes = dict.fromkeys(kernels, "0" * 64)
+    return Record(name, "a test", rows, date, commit=None, dirty=None, machine={}, kernels=hashes)

@@ -1,7 +1,6 @@
 """Charts over rows: what is drawn for which group, what the legend and the title say."""
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from twell_lab.course import charts
 
@@ -22,14 +21,6 @@ def test_a_group_is_a_line_with_its_own_look_and_texts():
     assert looks["twell"]["colour"] == "red"  # what was given is not changed
 
 
-def test_a_name_in_two_panels_is_in_the_legend_once():
-    figure = make_subplots(rows=1, cols=2)
-    for col in (1, 2):
-        charts.bars(figure, ROWS, "tokens", "ms", "path", across=col == 2, row=1, col=col)
-    assert [trace.showlegend for trace in figure.data] == [True, True, False, False]
-    assert figure.data[0].y == figure.data[2].x == (1.0, 4.0) and figure.data[2].orientation == "h"
-
-
 def test_a_finished_chart_says_where_its_numbers_are_from():
     figure = charts.lines(go.Figure(), ROWS, "tokens", "ms", "path")
     figure = charts.finish(figure, "Times", ROWS, x="tokens", y="ms", log_x=(16384, 1), also=["and more"])
@@ -37,9 +28,3 @@ def test_a_finished_chart_says_where_its_numbers_are_from():
     assert figure.layout.xaxis.ticktext == ("1", "16,384") and figure.layout.xaxis.title.text == "tokens (log scale)"
     nothing = charts.finish(charts.bars(go.Figure(), [], "tokens", "ms", "path"), "Times")
     assert "nothing is recorded" in nothing.layout.annotations[0].text
-
-
-def test_squares_are_named_by_their_kinds():
-    figure = charts.grids({"a": [[0, 1]], "b": [[1, None]]}, {"silent": "white", "fires": "blue"}, "Who fires", 200)
-    assert [trace.name for trace in figure.data if trace.showlegend is not False] == ["silent", "fires"]
-    assert [note.text for note in figure.layout.annotations] == ["a", "b"]

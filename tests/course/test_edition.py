@@ -43,27 +43,18 @@ def test_a_students_notebook_is_valid_and_has_no_output_no_guess_and_no_answer(n
 
 
 def test_what_is_accepted_stands_beside_the_dots():
-    lines = [
-        "guess = 2  # percent",
-        "guess, found = 2, []",
-        'guess = "as many"  # or "more"',
-        "guess = [64]",
-        'guess = "ELL"',
-    ]
-    cell = {
-        "cell_type": "code",
-        "source": [line + "\n" for line in [*lines, "guesses = {0.5: 5.0, 0.9: 50.0}  # percent"]],
+    lines = {
+        "guess = 2  # percent": "guess = ...  # a number: percent",
+        "guess, found = 2, []": "guess, found = ..., []  # a number",
+        'guess = "as many"  # or "more"': 'guess = ...  # "as many" or "more"',
+        "guess = [64]": "guess = ...  # a list of numbers",
+        'guess = "ELL"': "guess = ...  # a word, in quotes",
+        "guesses = {0.5: 5.0, 0.9: 50.0}  # percent": "guesses = {0.5: ..., 0.9: ...}  # percent",
     }
     title = {"cell_type": "markdown", "source": ["# A title"]}
+    cell = {"cell_type": "code", "source": [line + "\n" for line in lines]}
     got = edition.student({"cells": [title, cell]}, "a.ipynb")[0]["cells"][1]["source"]
-    assert "".join(got).splitlines() == [
-        "guess = ...  # a number: percent",
-        "guess, found = ..., []  # a number",
-        'guess = ...  # "as many" or "more"',
-        "guess = ...  # a list of numbers",
-        "guess = ...  # a word, in quotes",
-        "guesses = {0.5: ..., 0.9: ...}  # percent",
-    ]
+    assert "".join(got).splitlines() == [*lines.values()]
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -79,17 +70,6 @@ def test_links_lead_to_files_of_the_folder_or_where_all_is_alone_to_the_reposito
         if link.startswith(GITHUB):
             branch, _, file = link.removeprefix(f"{GITHUB}/blob/").partition("/")
             assert file in files if branch == edition.BRANCH else (core.notebooks_dir().parent / file).exists()
-
-
-def test_what_a_reader_wrote_stays_and_what_is_missing_comes(tmp_path):
-    new, stayed = edition.write(tmp_path)
-    assert {*SOURCES} == {path.name for path in tmp_path.glob("*.ipynb")} and not stayed
-    assert edition.write(tmp_path) == ([], [])
-    first, second, *_ = sorted(SOURCES)
-    (tmp_path / first).write_text("mine")
-    (tmp_path / second).unlink()
-    assert edition.write(tmp_path) == ([second], [first])
-    assert (tmp_path / first).read_text() == "mine" and len(new) > len(SOURCES)
 
 
 def test_notebooks_for_colab_need_the_repositorys_address(tmp_path, monkeypatch):
@@ -139,9 +119,6 @@ def test_a_guess_in_dots_hides_what_came_out_and_nothing_after_it(tmp_path):
     assert shown[0].text == "3\n" and shown[1].data["text/plain"] == "7"
 
 
-# ---- hints ----
-
-
 def test_each_exercise_has_two_hints_and_none_is_a_line_of_its_answer():
     assert sorted(exercises.hints()) == sorted(exercises.CHECKS)
     answers = "".join(edition.student(source, name)[1] for name, source in SOURCES.items())
@@ -163,9 +140,6 @@ def test_hints_come_one_after_the_other_and_are_named_from_the_second_refusal_on
         assert exercises.hints()["amdahl"][number - 1] in capsys.readouterr().out
     with pytest.raises(KeyError, match="no exercise"):
         exercises.hint("nobody")
-
-
-# ---- Drive ----
 
 
 @pytest.fixture

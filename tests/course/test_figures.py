@@ -6,13 +6,7 @@ import torch
 from tests.course.backward import test_measured as steps
 from tests.course.recorded_rows import everything, gates
 from tests.course.sparsity_map.test_sparsity_map import ROWS as PRODUCTS
-from twell_lab.course import (
-    clocks,
-    conversion,
-    measure,
-    packing,
-    sweep,
-)
+from twell_lab.course import clocks, conversion, measure, packing, sweep
 from twell_lab.course.backward import figures as backward_figures
 from twell_lab.course.backward import measured
 from twell_lab.course.conversion.data import HERE
@@ -42,7 +36,7 @@ DENSITIES = [
 # name -> (the figure, {name of a trace: its y, or its x where that says more})
 SHOWN = {
     "training steps": (
-        lambda: backward_figures.steps(measured.layers(steps.placed(steps.compared()))),
+        lambda: backward_figures.steps(measured.layers(steps.compared())),
         {"sparse, beside eager torch": [2.0], "planned, compiled, beside compiled torch": [2.0]},
     ),
     "claims": (
@@ -62,10 +56,7 @@ SHOWN = {
         lambda: measure.figures.bars({"dense": [4.0, 4.0, 4.4], "sparse": [1.0, 2.0, 9.0]}, "", base="dense"),
         {"medians": [4.0, 2.0]},
     ),
-    "against density": (
-        lambda: measure.figures.against_density(DENSITIES, ""),
-        {"CSR, yours, now": [2.0, 2.0]},
-    ),
+    "against density": (lambda: measure.figures.against_density(DENSITIES, ""), {"CSR, yours, now": [2.0, 2.0]}),
     "versions": (
         lambda: roofline_figures.versions(roofline.versions(gates()), 0.38),
         {None: [0.9, 0.62, 0.58, 0.56, 0.52, 0.5]},

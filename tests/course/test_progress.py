@@ -61,8 +61,3 @@ def test_nothing_is_written_outside_of_a_notebook_or_shown_while_outputs_are_sto
     monkeypatch.setattr(notebook, "is_running", lambda: False)
     exercises.check("weights_read", right)
     assert not progress.FILE.exists()
-
-
-def test_every_exercise_has_a_notebook():
-    named = [name for names in progress.exercises().values() for name in names]
-    assert sorted(named) == sorted(exercises.CHECKS)

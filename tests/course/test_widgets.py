@@ -14,14 +14,7 @@ import torch
 from tests.simulator import recorded
 from twell_lab import plots, simulator
 from twell_lab.core import InputError
-from twell_lab.course import (
-    first_kernels,
-    packing,
-    sentence,
-    sparsity_map,
-    sweep,
-    widgets,
-)
+from twell_lab.course import first_kernels, packing, sentence, sparsity_map, sweep, widgets
 from twell_lab.course.first_kernels.widget import StepExplorer
 from twell_lab.course.packing.widget import TileExplorer
 from twell_lab.course.sentence import figures as sentence_figures
@@ -115,7 +108,6 @@ WIDGETS = {
             *places(64, 512, 32, slider="tile"),
         ],
     ),
-    "tile of float32": Case(lambda: TileExplorer(gate(torch.float32), words=5), tile_drawn, places(2, slider="row")),
     "weight": Case(
         lambda: WeightExplorer(weighed(), 0.5),
         lambda shown: sparsity_map.figures.picture(sparsity_map.view(weighed(), shown.slider.value)),
@@ -196,16 +188,6 @@ def test_without_ipywidgets_a_sentence_says_what_to_install():
     assert done.returncode and "StackError: widgets need ipywidgets" in done.stderr
 
 
-def test_plotly_need_not_measure_what_stands_beside_numbers():
-    """It would at each move. Names, which are longer and may overlap, are measured."""
-    figure = go.Figure(go.Bar(x=["a long name", "another"], y=[1, 2]))
-    figure.add_scatter(x=[1, 2], y=[3, 4], xaxis="x2", yaxis="y2")
-    figure.update_layout(xaxis={"domain": [0, 0.4]}, xaxis2={"domain": [0.6, 1]}, yaxis2={"anchor": "x2"})
-    shown = widgets.Explorer(figure, lambda figure, index: None, [("one", 1)], "choice").figure.layout
-    assert shown.xaxis.automargin is None
-    assert all(axis.automargin is False for axis in (shown.yaxis, shown.xaxis2, shown.yaxis2))
-
-
 def test_the_button_goes_from_barrier_to_barrier():
     shown = StepExplorer(trace())
     for barrier in shown.trace.barriers:
@@ -263,9 +245,6 @@ def test_odd_gates_have_their_tile():
     assert sum(silent.figure.data[0].y) == 0
     trained = gate().requires_grad_()
     assert not TileExplorer(trained).gate.requires_grad and trained.grad is None
-
-
-# ---- a sentence ----
 
 
 def test_a_drag_runs_no_model_and_another_sentence_has_each_read_it(monkeypatch):

@@ -45,11 +45,6 @@ def test_every_notebook_has_the_cell_and_the_badge_as_the_script_writes_them(nam
     assert not [text for text in others if "notebook.setup(" in text or "%pip" in text]
 
 
-def test_without_an_address_no_badge_is_drawn(first_cell):
-    assert first_cell.badge("", "a.ipynb") == "" and "-q twell_lab-*.whl " in first_cell.cell("")
-    assert first_cell.badge("https://example.org/somebody/twell-lab", "a.ipynb") == ""  # Colab opens GitHub's alone
-
-
 def test_an_address_draws_the_badge_and_is_installed_from(first_cell):
     notebook = read("00-start-here.ipynb")
     first_cell.put(notebook, "00-start-here.ipynb", GITHUB)

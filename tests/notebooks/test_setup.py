@@ -62,16 +62,12 @@ def test_without_a_compiler_nothing_is_simulated(monkeypatch, tmp_path):
     assert "In the simulator: nothing, for want of a C++ compiler" in notebook_module.what_runs()
 
 
-def test_dtype_on_a_cpu():
-    assert notebook_module.dtype_for("cpu") == torch.float32
-    assert notebook_module.sixteen_bits("cpu") == torch.bfloat16
-
-
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
 def test_an_older_gpu_gets_the_16_bits_that_it_has(capability, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     assert notebook_module.dtype_for("cuda") == notebook_module.sixteen_bits("cuda") == dtype
     assert notebook_module.dtype_for(torch.device("cuda", 0)) == dtype
+    assert (notebook_module.dtype_for("cpu"), notebook_module.sixteen_bits("cpu")) == (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

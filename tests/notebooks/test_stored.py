@@ -49,23 +49,3 @@ def test_what_is_stored(name):
     notebook = json.loads((FOLDER / name).read_text(encoding="utf-8"))
     assert not faults(notebook) and (FOLDER / name).stat().st_size <= MOST_BYTES
     assert not code(notebook) or compared(notebook) >= FEWEST
-
-
-def stored(output: dict) -> dict:
-    cell = {"cell_type": "code", "source": ["1"], "execution_count": 1, "metadata": {"tags": [TAG]}}
-    shown = {"output_type": "display_data"} | output
-    return {"cells": [cell | {"outputs": [shown]}], "metadata": {"kernelspec": {"name": "python3"}}}
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        {"output_type": "error", "ename": "ValueError"},
-        {"data": {WIDGET: {}}},
-        {"data": {FIGURE: {}}},
-        {"data": {PICTURE: ""}, "metadata": {PICTURE: {}}},
-        {"output_type": "stream", "name": "stdout", "text": ["x" * MOST_OUTPUT]},
-    ],
-)
-def test_faults_are_found(output):
-    assert len(faults(stored(output))) == 1

@@ -15,17 +15,8 @@ from twell_lab.core import InputError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 ROW = {
-    "kind": "ffn_forward",
-    "device": "CPU",
-    "dtype": "float32",
-    "tokens": 1,
-    "d_model": 2048,
-    "d_ff": 5632,
-    "nnz": 29.0,
-    "path": "twell",
-    "ms": 2.0,
-    "dense_ms": 6.0,
-    "x_dense": 3.0,
+    **{"kind": "ffn_forward", "device": "CPU", "dtype": "float32", "tokens": 1, "d_model": 2048, "d_ff": 5632},
+    **{"nnz": 29.0, "path": "twell", "ms": 2.0, "dense_ms": 6.0, "x_dense": 3.0},
 }
 
 
@@ -81,11 +72,6 @@ def test_firing_by_position_has_each_layer_and_all_together(firing):
     with pytest.raises(InputError, match="no position"):
         unknown = LanguageModel(ModelConfig(d_model=8, layers=1, heads=1, d_ff=8)).layers[0].mlp
         plots.firing_by_position(profile(unknown, torch.ones(2, 8)))
-
-
-def test_names_at_the_ends_of_lines_keep_apart_and_in_order():
-    assert plots.apart([5.0, 1.0, 1.5, 1.25], 1.0) == [5.0, 1.0, 3.0, 2.0]
-    assert plots.apart([], 1.0) == []
 
 
 def test_a_layer_in_which_nothing_fires_is_drawn():
@@ -187,13 +173,6 @@ def test_which_rows_are_a_line(changes, shown):
 )
 def test_layers_are_never_merged_by_their_short_names(given, shown):
     assert plots.layer_names(given) == shown
-
-
-@pytest.mark.parametrize(
-    "value, shown", [(0, "0%"), (1, "100%"), (0.0995, "10%"), (0.0994, "9.9%"), (0.001, "0.1%"), (0.00012, "0.012%")]
-)
-def test_shares_keep_two_digits_where_they_are_small(value, shown):
-    assert plots.share(value) == shown
 
 
 @pytest.mark.parametrize("histogram, ends", [([10], (0, 0)), ([0, 0, 5], (2, 2)), ([1] * 100, (5, 94)), ([0], (0, 0))])

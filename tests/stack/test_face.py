@@ -65,10 +65,19 @@ def test_a_module_of_the_package_is_imported_as_any_other():
 
 
 WATCH = """
-import gc, json, sys
+import gc, importlib, json, sys
 import torch
 from torch.nn.modules import module
 from torch.optim import optimizer
+
+def mapped():
+    try:
+        return {line.split()[-1] for line in open("/proc/self/maps") if "libcuda.so" in line}
+    except OSError:
+        return set()
+
+def own():
+    return sum(name.partition(".")[0] == "twell_lab" for name in sys.modules)
 
 def hooks():
     found = {}
@@ -82,19 +91,31 @@ def functions():
     return {f"{place.__name__}.{name}": id(value) for place in (torch, torch.Tensor, torch.nn.Module, torch.nn.functional,
             torch.optim.Optimizer, torch.cuda) for name, value in list(vars(place).items()) if callable(value)}
 
-before = hooks(), functions()
+driver, before = mapped(), (hooks(), functions())
 import twell_lab
+files = [own()]
+importlib.import_module("twell_lab.layers.sparse_ffn")
+files.append(own())
 for name in twell_lab.__all__:
     getattr(twell_lab, name)
 after = hooks(), functions()
-changed = [name for name, value in before[1].items() if after[1].get(name) != value]
-print(json.dumps({"hooks": [before[0], after[0]], "changed": changed}))
+heavy = "cupy plotly ipywidgets anywidget IPython jupyter jupyterlab transformers pandas".split()
+print(json.dumps({
+    "hooks": [before[0], after[0]],
+    "changed": [name for name, value in before[1].items() if after[1].get(name) != value],
+    "files": files,
+    "heavy": sorted({name.split(".")[0] for name in sys.modules} & set(heavy)),
+    "cuda": torch.cuda.is_initialized() or bool(mapped() - driver),
+}))
 """
 
 
-def test_the_whole_face_leaves_torch_as_it_was():
-    """No hook on every module, optimizer or tensor, and no function of torch's replaced."""
+def test_the_whole_face_leaves_torch_as_it_was_and_loads_little():
+    """No hook on every module, optimizer or tensor, no function of torch's replaced, no GPU touched and nothing that
+    draws imported; a sparse layer takes few files, as an operation is imported when it is first used."""
     said = json.loads(program(WATCH).splitlines()[-1])
     before, after = said["hooks"]
     assert any("optimizer" in name for name in before) and any("_global_forward_hooks" in name for name in before)
     assert before == after and said["changed"] == []
+    package, layer = said["files"]
+    assert package <= 3 and layer <= 25 and said["heavy"] == [] and not said["cuda"]

@@ -71,10 +71,3 @@ def test_a_room_imports_downwards_alone(room):
 def test_there_is_no_circle():
     graph = {name: imports(name, path.read_text("utf-8"), runs) & NAMES.keys() for name, path in NAMES.items()}
     TopologicalSorter(graph).prepare()
-
-
-def test_what_these_tests_would_find():
-    source = "import plotly.express\n\n\ndef f():\n    from ..layers import sparse_ffn\n    from ..core import errors\n"
-    assert breaches("ops.pack", source) == {"plotly.express", "layers.sparse_ffn"}
-    typing = "if TYPE_CHECKING:\n    from ..layers import find\n"
-    assert breaches("ops.pack", typing) == {"layers.find"} and not imports("ops.pack", typing, runs)

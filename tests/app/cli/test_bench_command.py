@@ -75,9 +75,6 @@ def test_of_a_layer_rows_are_printed_and_records_saved(ask, value, tmp_path):
     assert shown.count("bench: saved ") == 2 and len(records.load_all(tmp_path)) == 2
 
 
-# ---- what is refused, in one line ----
-
-
 @pytest.fixture
 def offline(monkeypatch):
     def refuse(*_, **__):
@@ -107,9 +104,6 @@ def test_what_is_no_model_or_does_not_go_together_is_told(refused, offline, mode
         ([model, "--text", text, "--plan", plan], "in the plan and missing in the model"),
     ):
         assert said in refused("bench", "model", *QUICK, *arguments)
-
-
-# ---- what the sentence says ----
 
 
 def rows(*walls, head=True, choice="2 dense, 3 twell", paths=("dense eager", "planned"), **more):

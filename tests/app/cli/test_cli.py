@@ -86,34 +86,10 @@ def test_waiting_threads_sleep_where_a_busy_machine_trains(monkeypatch, load, se
     assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no such terminals")
-def test_the_bar_of_a_training_fits_80_columns_and_shows_bits_per_byte(text):
-    import termios
-
-    ours, theirs = os.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    asked = ["train", "--text", str(text), "--steps", "100000", "--l1", "0.0001234", "--log-every", "1", *SMALL]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    work = subprocess.Popen([sys.executable, "-m", "twell_lab", *asked], env=environment, stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    while shown.count(b"per byte") < 20:
-        shown += os.read(ours, 4096)
-    work.terminate()
-    work.wait(timeout=300)
-    os.close(ours)
-    lines = re.split("[\r\n]", re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", shown.decode("utf-8", "ignore")))[:-1]
-    bars = [line for line in lines if "per byte" in line and "l1 0.0001234" in line]
-    assert bars and max(len(line) for line in lines if "|" in line) <= 80
-    assert re.search(r"\d/100000 \|.+\| [\d:?]+ left, \d+\.\d{3} bits per byte, nnz \d+$", bars[-1].rstrip())
-
-
 def test_without_a_terminal_nothing_but_the_result_is_printed(spawn, text):
     done = spawn("train", "--text", text, "--steps", "3", *SMALL)
     assert done.returncode == 0 and "bits per byte" in done.stdout and done.stderr == ""
 
-
-# ---- hostile values -----------------------------------------------------------------------------------------------------
 
 NUMBERS = ["0", "-1", "nan", "inf", "", "1e400", "9223372036854775808", "9" * 5000, "1.5", "x", "\0"]
 FEWER = [number for number in NUMBERS if number != "9223372036854775808"]  # where only so many are taken as there are
@@ -182,9 +158,6 @@ def test_a_text_shorter_than_a_batch_is_one_line(refused, text, size):
     assert "text.txt" in said and re.search("needs? at least", said)
 
 
-# ---- what is written to -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A folder with one record of a device of a name that some terminals cannot show."""
@@ -235,16 +208,6 @@ def test_streams_of_a_shell(folder, shell, status, said):
     ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=300, env=environment)
     assert (ran.returncode, ran.stdout) == (status, "") and said in ran.stderr, ran.stderr
     assert ran.stderr.count("\n") == bool(said)
-
-
-def test_a_number_that_json_does_not_have_is_refused_in_a_record(folder, refused, value):
-    (path,) = folder.glob("*.json")
-    text = path.read_text()
-    for number in ("NaN", "Infinity", "1e999"):
-        path.write_text(text.replace('"tokens": 4', f'"tokens": {number}'))
-        assert path.read_text() != text and path.name in refused("records", "--folder", folder)
-    path.write_text(text)
-    assert value("records", "example", "--folder", folder)[0]["tokens"] == 4
 
 
 def test_what_is_not_finite_is_null_in_json(monkeypatch, value):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import twell_lab as tl
-from tests.app.conftest import ROOT
+from tests.app.conftest import ROOT, joined
 from tests.course.capstone.notebook_kernel import changed, in_the_notebook
 from twell_lab import records, simulator
 from twell_lab.app import recordings
@@ -19,19 +19,11 @@ SMALL = "--steps 2 --batch 2 --context 16 --d-model 16 --heads 2 --layers 1 --d-
 needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
 
-def joined(text: str) -> str:
-    """The lines of a text that was folded as one."""
-    return " ".join(text.split())
-
-
 def test_doctor_speaks_to_people_and_to_programs(ask, value):
     findings = value("doctor")
     assert findings and all({*finding} == {"topic", "state", "text", "command"} for finding in findings)
     shown = joined(ask("doctor").out)
     assert all(finding["text"] in shown for finding in findings)
-
-
-# ---- records ----
 
 
 @pytest.fixture
@@ -69,9 +61,6 @@ def test_a_named_recording_is_made_and_kept(ask, value, refused, tmp_path, monke
     assert value("record", "example", "--out", tmp_path)["name"] == "example"
     assert len(records.load_all(tmp_path)) == 2
     assert "accepted: example" in refused("record", "other")
-
-
-# ---- the course ----
 
 
 def test_the_course_is_written_and_never_overwrites(ask, value, refused, tmp_path):
@@ -135,9 +124,6 @@ def test_a_wrong_kernel_gets_a_reason_and_no_record(ask, value, kernel, tmp_path
 def test_without_a_compiler_one_line_says_what_to_install(refused, kernel, monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
     assert "apt install g++" in refused("submit", kernel)
-
-
-# ---- texts ----
 
 
 @pytest.mark.parametrize("name, wrong", [("a.jsonl", ["other", "number"]), ("a.csv", ["other", ""])])

@@ -11,16 +11,12 @@ import safetensors.torch
 import torch
 
 import twell_lab as tl
+from tests.app.conftest import joined
 from twell_lab.core import RecordError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 TRAIN = "--steps 2 --batch 2 --context 16 --d-model 16 --heads 2 --layers 1 --d-ff 32 --device cpu".split()
 PLAN = "--windows 4 --tokens 4 --device cpu".split()
-
-
-def joined(text: str) -> str:
-    """The lines of a text that was folded as one."""
-    return " ".join(text.split())
 
 
 def write(folder, **entries):
@@ -52,9 +48,6 @@ def long_text(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("What fires, fires often. " * 300)
     return path
-
-
-# ---- profile ----
 
 
 def test_a_profile_is_shown_saved_and_compared(ask, value, refused, trained, text, tmp_path, monkeypatch):
@@ -145,9 +138,6 @@ def test_a_tokenizer_of_another_model_is_told(refused, llama):
     write(llama, vocab_size=100)
     said = refused("profile", llama, "--windows", "2")
     assert "made token 1" in said and "the model has 100 of them" in said
-
-
-# ---- sparsify ----
 
 
 def test_a_plan_is_made_as_asked(ask, value, refused, model, text):

@@ -60,41 +60,6 @@ def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
     assert "2026-01-02; stale: code has changed since |" in tables.calls([old])
 
 
-def test_a_whole_model_stands_beside_its_layer_where_both_are_recorded():
-    layer = SHAPE | {"workload": "independent, lognormal", "nnz": 29.0, "tokens": 1}
-    layers = [layer | {"path": path, "ms": ms} for path, ms in (("dense eager (graph)", 4.0), ("planned (graph)", 2.0))]
-    others = [row | {"nnz": 60.0, "ms": 99.0} for row in layers] + [row | {"tokens": 16} for row in layers]
-    said = [{"batch": 1, "path": f"tl.generate, {path}", "ms": ms} for path, ms in (("dense", 3.0), ("planned", 2.0))]
-    recorded = [record("inference", 1, others + layers), record("decoding", 2, said)]
-    assert cells(tables.whole_beside_layer(recorded)) == [
-        ["times as fast as torch's own; NVIDIA H100, 2026-01-01 to 2026-01-02", "a layer", "a model"],
-        ["write a text, `tl.generate`", "2.00", "1.50"],
-    ]
-    assert "stale" in tables.whole_beside_layer([replace(recorded[0], kernels={"smxx_pack": 64 * "0"}), recorded[1]])
-
-
-def test_the_table_of_heavy_tokens():
-    def made(name: str, day: int, counts: tuple[int, ...]) -> records.Record:
-        works = [f"heavy rows: {count}{more}" for count in counts for more in ("", ", all neurons")[: 1 + count]]
-        shared = SHAPE | {"kind": name, "tokens": 16384, "path": "forced twell"}
-        rows = [shared | {"workload": work, "ms": 4.0 + len(work) / 100} for work in works]
-        return record(name, day, rows)
-
-    assert cells(tables.heavy([made("inference", 1, (0, 1, 512))])) == [
-        ["longer by", "1 token", "512 tokens"],
-        ["forward, 1,500 neurons; NVIDIA H100, 2026-01-01", "+0%", "+0%"],
-        ["forward, all 5,632; NVIDIA H100, 2026-01-01", "+3%", "+4%"],
-    ]
-    assert "nothing is recorded yet" in tables.heavy([made("inference", 2, (1,))])
-
-
-def test_a_second_value_of_a_place_stands_in_brackets():
-    pruned = [
-        {"kind": "pruning", "path": "2:4", "sparsity": 0.5, "bits_before": x, "bits_after": x} for x in (2.0, 3.0)
-    ]
-    assert cells(tables.pruning([record("pruning", 1, pruned)]))[1][2:] == ["2.000 (3.000)"] * 2  # of two seeds
-
-
 def test_the_table_of_the_model_compares_like_with_like():
     times = {"dense eager": 30.0, "planned": 20.0, "planned for graphs": 999.0, "dense eager (graph)": 1200.0}
     times |= {"planned for graphs (graph)": 600.0, "dense compiled": 10.0, "planned for graphs compiled": 8.0}

@@ -3,54 +3,28 @@
 import pytest
 import torch
 
-from tests.course.recorded_rows import record
+from tests.course.recorded_rows import record, row
 from twell_lab.bench import training
 from twell_lab.course.backward import measured
 from twell_lab.course.roofline.data import LOGNORMAL
 from twell_lab.ops import clock as clocks
 
-WHERE = "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"
-
-
-def row(path: str, ms: float, nnz: float = 29.02, workload: str = LOGNORMAL, **more) -> dict:
-    return {
-        "kind": "training",
-        "device": "NVIDIA H100 80GB HBM3",
-        "dtype": "bfloat16",
-        "tokens": 16384,
-        "d_model": 2048,
-        "d_ff": 5632,
-        "gated": True,
-        "nnz": nnz,
-        "workload": workload,
-        "path": path,
-        "ms": ms,
-        "spread": 0.01,
-        "dense_ms": 6.0,
-        "x_dense": 6.0 / ms,
-        "x_compiled": 5.4 / ms,
-        **more,
-    }
-
 
 def compared(nnz: float = 29.02, workload: str = LOGNORMAL, ms: float = 3.0, choice: str = "twell") -> list[dict]:
+    times = {"dense eager": 6.0, "dense compiled": 5.4, "forced twell": ms, "planned": ms, "planned compiled": 2.7}
+    peaks = {"dense eager": 1012 * 2**20, "forced twell": 390 * 2**20}
+    shared = {"kind": "training", "nnz": nnz, "workload": workload, "choice": choice}
     return [
-        row("dense eager", 6.0, nnz, workload, peak_bytes=1012 * 2**20),
-        row("dense compiled", 5.4, nnz, workload),
-        row("forced twell", ms, nnz, workload, peak_bytes=390 * 2**20),
-        row("planned", ms, nnz, workload, choice=choice),
-        row("planned compiled", 2.7, nnz, workload, choice=choice),
+        row(path, each, 6.0, x_compiled=5.4 / each, peak_bytes=peaks.get(path), **shared)
+        for path, each in times.items()
     ]
-
-
-def placed(rows: list[dict]) -> list[dict]:
-    return [each | {"where": WHERE} for each in rows]
 
 
 def test_layers_are_of_one_size_and_workload_and_whole_models_are_read_too(keep):
     trained = compared(60.0, "trained, L1 0.0001, layer 0")
     model = [each | {"layers": 8} for each in compared(20.0, "whole step, 8 layers")]
-    made = [*trained, *compared(), *model, row("planned", 1.0, tokens=1), row("planned (graph)", 1.0)]
+    others = [row("planned", tokens=1, kind="training"), row("planned (graph)", kind="training")]
+    made = [*trained, *compared(), *model, *others]
     keep(record("training", "2026-11-21T00:00:00Z", made, ()))
     rows = measured.recorded()
     assert [each["nnz"] for each in measured.layers(rows)] == [29.02] * 5

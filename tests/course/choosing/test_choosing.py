@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.course import recorded_rows
 from twell_lab.bench import methods
 from twell_lab.course.choosing import data, figures
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -51,9 +52,6 @@ MAP = [
 ]
 
 
-# ---- what each method computes ----
-
-
 def test_what_each_method_computes_of_who_fires():
     fires = torch.rand(64, 400) < 0.05
     kinds = data.works(fires)
@@ -80,9 +78,6 @@ def test_the_study_of_a_shipped_model():
     assert len(found.seen) == 64 and len(found.windows) == 16
 
 
-# ---- products and padding ----
-
-
 def test_micro_tiles_are_timed_as_products(monkeypatch):
     monkeypatch.setattr(data, "Shape", lambda *given: data.comparison.Shape(64, 64, 16, torch.float32, "cpu", 0.01))
     rows = data.products_here("cpu", (0.5, 0.9))
@@ -100,9 +95,6 @@ def test_padding_is_timed_where_it_gives_the_same():
     assert len(drawn.data) == 4 and drawn.layout.title.text.endswith(f"<sub>{WHERE}</sub>")
 
 
-# ---- hot and cold, groups, experts ----
-
-
 def test_experts_are_computed_in_each_way():
     rows = data.expert_rows("cpu", (4,))
     assert len(rows) == 2 * 3 and {each["way"] for each in rows} == {"grouped", "loop", "padded"}
@@ -114,9 +106,6 @@ def test_numbers_of_hot_neurons_are_timed_beside_dense():
     assert all(each["low"] <= each["x_dense"] <= each["high"] for each in rows)
 
 
-# ---- guesses ----
-
-
 def test_what_guessing_costs(subject):
     found = predictors.predict(subject.model, subject.seen.split(16), recall=0.9, rank=4, steps=2)
     rows = data.lossy_rows(subject, found, (1.0,), (1.0, 0.2))
@@ -124,9 +113,6 @@ def test_what_guessing_costs(subject):
     whole = [each for each in rows[1:] if each["computed"] == 1]
     assert whole and all(each["more"] == pytest.approx(0, abs=1e-4) for each in whole)
     assert not any(isinstance(each, few_neurons.FewNeurons) for each in subject.model.modules())
-
-
-# ---- the map ----
 
 
 def test_the_map_holds_each_method_against_dense_first():
@@ -163,15 +149,10 @@ def test_the_winners():
     assert len([t for t in figures.winners(MAP[:2]).data if t.type == "heatmap"]) == 1
 
 
-def inference(path, x_dense, nnz=29.0, tokens=16384, **more):
-    shared = {"kind": "inference", "device": "NVIDIA H100", "dtype": "bfloat16", "tokens": tokens, "gated": True}
-    shared |= {"d_model": 2048, "d_ff": 5632, "nnz": nnz, "workload": data.LOGNORMAL, "path": path, "ms": 1 / x_dense}
-    return shared | {"dense_ms": 1.0, "spread": 0.0, "x_dense": x_dense, "samples": [1 / x_dense]} | more
-
-
 def test_the_recorded_map(keep):
-    rows = [inference("dense eager", 1.0), inference("forced twell", 2.0), inference("forced hot_cold 512", 2.5)]
-    rows += [inference(path, 9.0) for path in ("forced twell (graph)", "forced hot_cold 512 (graph)", "planned")]
+    times = {"dense eager": 1.0, "forced twell": 0.5, "forced hot_cold 512": 0.4}
+    times |= dict.fromkeys(("forced twell (graph)", "forced hot_cold 512 (graph)", "planned"), 0.1)
+    rows = [recorded_rows.row(path, ms, 1.0, spread=0.0, samples=[ms]) for path, ms in times.items()]
     keep(Record.new("inference", "made up", rows, {}))
     found = data.recorded_map()
     assert [(each["method"], each["x_dense"]) for each in found] == [

@@ -29,9 +29,6 @@ def layers(case):
     return (lambda x: linear(x, weight)), (lambda x: linear(x, weight.double()))
 
 
-# ---- clocks ----
-
-
 def test_the_queue_returns_before_its_work_is_done_and_waits_when_asked():
     queue, log = clocks.Queue("cpu"), []
     gate = threading.Event()
@@ -56,9 +53,6 @@ def test_an_error_in_the_queue_is_not_lost():
     queue.launch(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         queue.synchronize()
-
-
-# ---- what ran ----
 
 
 def test_a_masked_layer_is_the_dense_one_and_a_sparse_one_is_not(case):
@@ -90,9 +84,6 @@ def sparse_layer(case):
 )
 def test_work_is_counted_for_every_kind_of_product(call, work):
     assert clocks.dense_work(call) == work
-
-
-# ---- the verdict ----
 
 
 def failing(verdict: dict) -> set[str]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.course import recorded_rows
 from twell_lab import simulator
 from twell_lab.core import InputError
 from twell_lab.course.first_kernels import data as kernels
@@ -10,18 +11,6 @@ from twell_lab.records import Record
 from twell_lab.simulator.counts import Counts, Footprint, Traffic
 
 needs_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
-
-
-# ---- workloads ----
-
-
-def test_a_gate_fires_exactly_where_it_is_asked_to():
-    gate = kernels.gate(5)
-    assert gate.shape == (5, 5632) and gate.dtype == torch.bfloat16
-    assert ((gate > 0).sum(1) == 29).all() and (gate != 0).all()
-    assert torch.equal(gate, kernels.gate(5)) and not torch.equal(gate[0] > 0, gate[1] > 0)
-    # The frequent columns come up again and again: 40 x 29 values lie in far fewer columns than drawn evenly.
-    assert (kernels.gate(40) > 0).any(0).sum() < 800
 
 
 @needs_compiler
@@ -42,21 +31,9 @@ def test_a_fault_is_given_back_and_other_errors_are_not_swallowed(tmp_path):
         kernels.fault_of(lambda: program.launch("k", 1, 1, (torch.zeros(3),)))
 
 
-# ---- recorded, measured, predicted ----
-
-
 def record(device: str, ms: float, date: str) -> Record:
     row = {"kind": "kernel", "device": device, "tokens": 64, "path": "pack_v1", "ms": ms}
-    return Record(
-        name="portable",
-        purpose="a test",
-        rows=[row, {**row, "tokens": 1}, {"test": "no measurement"}],
-        date=date,
-        commit=None,
-        dirty=None,
-        kernels={"gone": "0" * 64},
-        machine={},
-    )
+    return recorded_rows.record("portable", date, [row, {**row, "tokens": 1}, {"test": "no measurement"}])
 
 
 def test_recorded_times_are_the_newest_of_the_wanted_gpu(keep):

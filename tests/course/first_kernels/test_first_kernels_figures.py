@@ -59,9 +59,6 @@ def flat(lines) -> list:
     return [cell for line in lines for cell in line]
 
 
-# ---- who touches what ----
-
-
 def test_every_cell_names_the_thread_that_read_it():
     figure = drawn.who_touches_what(trace("pack_v2"), cells=256)
     texts, colours, framed, hover = panel(figure, "gate")
@@ -73,30 +70,10 @@ def test_every_cell_names_the_thread_that_read_it():
     assert any("the first 256 of 512" in caption for caption in panels(figure))
 
 
-def test_what_is_written_is_framed_and_what_is_not_stays_empty():
-    kept = (gate().reshape(2, 256) > 0).sum(1)
-    texts, colours, framed, _ = panel(drawn.who_touches_what(trace("pack_v2")), "packed")
-    for tile in (0, 1):
-        assert [cell != "" for cell in texts[tile]] == framed[tile] == [word <= kept[tile] for word in range(32)]
-        assert all(
-            (colour == drawn.UNTOUCHED) != cell for colour, cell in zip(colours[tile], framed[tile], strict=True)
-        )
-    assert texts[1][0] == "32"  # the second warp's first thread
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"arrays": ["x"]}, "'x'"),
-        ({"steps": [1]}, "no array"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "named"), [({"arrays": ["x"]}, "'x'"), ({"steps": [1]}, "no array")])
 def test_what_cannot_be_drawn_is_refused(wrong, named):
     with pytest.raises(InputError, match=named):
         drawn.who_touches_what(trace("pack_v2"), **wrong)
-
-
-# ---- one step ----
 
 
 def test_a_step_shows_the_line_the_lanes_and_the_arrays():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from twell_lab import simulator
-from twell_lab.course.hopper import tile
+from twell_lab.course.hopper import figures, tile
 
 
 def test_every_sum_has_one_place_and_every_register_one_sum():
@@ -37,3 +37,18 @@ def test_lost_rows_are_listed_and_the_others_right(dtype):
     lost, error = tile.overflow(counts, dtype)
     assert lost == [10, 14] and error < 0.01
     assert tile.overflow([0] * 15 + [256], dtype)[0] == [15]
+
+
+def test_the_pipeline_draws_every_piece():
+    for drawn, beside in zip(figures.pipeline().data, (False, True), strict=True):
+        parts = tile.schedule(beside)
+        assert [*drawn.base] == [part["start"] for part in parts] and [*drawn.text] == [part["what"] for part in parts]
+        ends = [start + takes for start, takes in zip(drawn.base, drawn.x)]
+        assert ends == pytest.approx([part["end"] for part in parts])
+
+
+def test_the_sums_drawn_are_those_of_the_layout():
+    (cells,) = figures.sums().data
+    _, lane, register = tile.sums()
+    for row, column in ((0, 0), (8, 9), (15, 15), (3, 6)):
+        assert cells.text[row][column] == f"{lane[row, column]}·d{register[row, column]}"

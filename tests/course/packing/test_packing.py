@@ -14,13 +14,6 @@ def gate(rows: int = 5, columns: int = 300) -> torch.Tensor:
     return (torch.randn(rows, columns) - 0.5).to(torch.bfloat16)
 
 
-def test_same_bits_tells_zeros_apart_and_takes_nan_for_itself():
-    a = torch.tensor([torch.nan, 0.0, 1.0])
-    assert packing.same_bits(a, a.clone())
-    assert not packing.same_bits(a, torch.tensor([torch.nan, -0.0, 1.0]))
-    assert not packing.same_bits(a, a.double()) and not packing.same_bits(a, a[:2])
-
-
 def test_the_toy_loses_exactly_what_the_tail_holds():
     x = gate()
     packed = TwELL.from_gate(x, 64, 8)

@@ -137,9 +137,6 @@ def test_models_are_left_as_they_were():
     assert all(torch.equal(value, before[name]) for name, value in given["gated"].state_dict().items())
 
 
-# ---- the page ----
-
-
 @pytest.fixture(scope="module")
 def page():
     with pytest.MonkeyPatch.context() as patch:

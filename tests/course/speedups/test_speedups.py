@@ -5,18 +5,13 @@ import math
 import pytest
 import torch
 
+from tests.course.recorded_rows import record
 from twell_lab.analysis.profile import profile
 from twell_lab.course.recorded import GRAPH, LOGNORMAL
 from twell_lab.course.speedups import data as speedups
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.records import Record
 
 SIZES = {"device": "NVIDIA H100", "dtype": "bfloat16", "d_model": 64, "d_ff": 256, "gated": True}
-
-
-def record(rows, date="2026-01-02T03:04:05Z", name="bench-model"):
-    shared = {"commit": None, "dirty": None, "kernels": {}, "machine": {}}
-    return Record(name=name, purpose="a test", rows=rows, date=date, **shared)
 
 
 def of_model(path, wall, ms=None, dense=10.0, kind="model_decode", label="decode step, batch 1", tokens=1, **more):
@@ -55,12 +50,9 @@ LAYER = [
 @pytest.fixture
 def kept(keep):
     """Rows and layers of MODEL and LAYER, as a notebook reads them."""
-    keep(record([*MODEL, *LAYER, {"attack": "no row of a device"}]))
+    keep(record("bench-model", "2026-01-02T03:04:05Z", [*MODEL, *LAYER, {"attack": "no row of a device"}], ()))
     rows = speedups.recorded()
     return rows, speedups.layers_of(rows)
-
-
-# ---- the law ----
 
 
 def test_the_law_and_its_inverses_agree():
@@ -77,9 +69,6 @@ def test_a_crossing_lies_between_the_points_around_it():
     assert speedups.crossing([(10, 2.0), (20, 1.0)]) is None and speedups.crossing([(10, 0.5), (20, 0.2)]) is None
 
 
-# ---- rows ----
-
-
 def test_each_way_is_compared_with_dense_run_the_same_way_and_with_its_layers(kept):
     eager, graph = speedups.steps(*kept)
     assert [eager[key] for key in ("x", "low", "high")] == pytest.approx([10 / 12] * 3)
@@ -89,28 +78,20 @@ def test_each_way_is_compared_with_dense_run_the_same_way_and_with_its_layers(ke
     assert (eager["why"], graph["why"]) == ("host", "as predicted") and "2026-01-02" in graph["where"]
 
 
-def test_of_equal_measurements_the_newest_counts_and_small_models_are_left_out(keep):
-    newer = [row | {"wall_ms": 2 * row["wall_ms"]} for row in MODEL[:2]]
-    small = [row | {"parameters": 10, "workload": "Small, decode step, batch 1"} for row in MODEL[:2]]
-    keep(record(MODEL[:2]), record(newer, "2026-02-02T03:04:05Z"), record(small, "2026-03-02T03:04:05Z"))
-    (step,) = speedups.steps(speedups.recorded(), [])
-    assert step["dense_ms"] == 20 and "2026-02-02" in step["where"] and step["share"] is step["predicted"] is None
-
-
 def test_a_layer_with_another_nnz_or_number_of_tokens_does_not_stand_for_the_model(keep):
     for other in ({"nnz": 16.0}, {"tokens": 2}, {"d_ff": 128}):
-        keep(record([*MODEL, *(row | other for row in LAYER)]))
+        keep(record("bench-model", "2026-01-02T03:04:05Z", [*MODEL, *(row | other for row in LAYER)], ()))
         rows = speedups.recorded()
         assert {step["share"] for step in speedups.steps(rows, speedups.layers_of(rows))} == {None}
 
 
-# ---- this machine ----
-
-
 def test_a_model_is_timed_here():
     pytest.importorskip("transformers")
+    small, ids = LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=64, context=16)), torch.arange(128)
+    firing = profile(small, [ids.view(8, 16)])
     config = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=128, context=16)
-    rows = speedups.yours("cpu", config=config, seconds=0.01)
+    rows = speedups.yours("cpu", firing, config, seconds=0.01)
+    assert rows[0]["nnz"] / 128 == pytest.approx(firing.layers[0].density, rel=0.2)  # half, not the paper's 0.5%
     assert {row["head"] for row in rows} == {True, False} and {row["where"] for row in rows} == {"yours, now, on CPU"}
     for step in speedups.steps(rows, []):
         assert step["dense_ms"] == step["dense"]["wall_ms"] and step["low"] <= step["x"] <= step["high"]
@@ -122,16 +103,3 @@ def test_the_pieces_of_a_call_are_all_of_it(kept):
         ("decode step, batch 1", path) for path in ("dense eager", "planned")
     }
     assert sum(part["ms"] for part in parts) == pytest.approx(sum({part["whole"] for part in parts}))
-
-
-def test_a_drawn_model_fires_like_the_one_that_was_profiled():
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    firing = profile(
-        LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=64, context=16)), [torch.randint(256, (8, 16))]
-    )
-    config = ModelConfig(vocabulary=64, d_model=32, layers=2, heads=2, d_ff=128, context=16)
-    rows = speedups.yours("cpu", firing, config, seconds=0.01)
-    assert rows[0]["nnz"] / 128 == pytest.approx(
-        firing.layers[0].density, rel=0.2
-    )  # half of them, not the paper's 0.5%

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from twell_lab.course import sweep
 from twell_lab.course.training import data as training
@@ -28,12 +27,6 @@ def test_held_out_windows_are_from_the_validation_part(small):
     assert windows.shape == (3, 20)
     validation = bytes(small[0].text.split()[1].tokens.tolist())
     assert all(bytes(window.tolist()) in validation for window in windows)
-
-
-def test_firing_share_by_hand():
-    assert training.firing_share(torch.tensor([1, 1, 1, 1]), 0.5) == 0.5
-    assert training.firing_share(torch.tensor([8, 0, 1, 1]), 0.8) == 0.25
-    assert training.firing_share(torch.tensor([0, 0])) == 0.0
 
 
 def test_runs_are_rows_like_those_of_a_recorded_sweep(small):
