@@ -9,7 +9,7 @@ from torch import nn
 
 import twell_lab as tl
 from tests.layers import models_of
-from tests.layers.models_of import build, logits, sparse_layers
+from tests.layers.models_of import build, given, logits, sparse_layers
 from twell_lab.core import InputError
 from twell_lab.layers.families import FAMILIES, Family, register_family
 from twell_lab.layers.find import feed_forwards, is_plain, survey
@@ -65,6 +65,27 @@ def test_gradients(name, training):
         assert (p.grad is None) == (wanted[key].grad is None), key
         if p.grad is not None:
             torch.testing.assert_close(p.grad, wanted[key].grad, rtol=1e-3, atol=1e-5 * scale, msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name in models_of.CAUSAL])
+@torch.no_grad()
+def test_generation(name):
+    model = build(name)
+    tokens = given(model)["input_ids"]
+    settings = dict(max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(tokens))
+    expected = model.generate(tokens, **settings)
+    assert torch.equal(sparsify(model, "twell").generate(tokens, **settings), expected)
+
+
+@pytest.mark.parametrize("name", ["Phi-3", "T5", "BERT", "squared GPT-2"])
+@torch.no_grad()
+def test_compiled(name):
+    torch.compiler.reset()
+    model = build(name)
+    expected = logits(model)
+    compiled = torch.compile(sparsify(model, "twell"), backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(**given(model)).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -3,10 +3,12 @@ since it was swapped computes what the dense one does."""
 
 import copy
 import re
+from fnmatch import fnmatch
 from types import MethodType
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
@@ -252,3 +254,29 @@ def test_what_accelerate_does_more_than_move_inputs(tmp_path):
     expected = later(tokens).logits
     spread(later, "cpu", "disk", main_device="cpu", offload_dir=tmp_path / "later")
     near(later(tokens).logits, expected)
+
+
+@torch.no_grad()
+def test_a_model_that_transformers_split_over_processes_goes_on_as_it_is():
+    """By tp_plan; here over one process, which holds all."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, model, tokens = init_device_mesh("cpu", (1,)), MODELS["llama"](), torch.arange(18).view(2, 9)
+        expected = model(tokens).logits
+        for pattern, kind in model.tp_plan.items():
+            style = parallel.ALL_PARALLEL_STYLES[kind]
+            for name, module in model.named_modules():
+                if ".mlp." in pattern and fnmatch(name, f"*{pattern}"):
+                    style.shard_param(module, "weight", mesh)
+                    style.install_forward(module, mesh)
+        layers, reasons = survey(model)
+        assert not layers and all(
+            "gate_proj has had its forward replaced" in reason or "(DTensor)" in reason for reason in reasons.values()
+        )
+        near(sparsify(model, "twell")(tokens).logits, expected)
+        assert len(reasons) == 2 and not sparse_layers(model)
+    finally:
+        dist.destroy_process_group()

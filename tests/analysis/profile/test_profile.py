@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.layers import models_of
 from twell_lab.analysis import profile as module
 from twell_lab.analysis.profile import Counter, FiringProfile, activations, captured, profile
-from twell_lab.analysis.running import POSITIONS, Rows
+from twell_lab.analysis.running import POSITIONS, Rows, run
 from twell_lab.core import InputError, RecordError
 from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import densify, sparsify
@@ -370,6 +371,26 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) < 64 * 1024, "KiB"  # whole, its booleans alone would take 256 MiB
+
+
+def test_counting_multiplies_nothing_again():
+    """The layer's own answers are counted, not computed a second time."""
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+            return function(*args, **(kwargs or {}))
+
+    model = nn.Sequential(GatedFeedForward(64, 128), GatedFeedForward(64, 128)).eval()
+    x, counters = torch.randn(2, 16, 64), [Counter(layer, 64, 8) for layer in feed_forwards(model)]
+    counts = []
+    for watched in ([], [(counter.layer, counter.add) for counter in counters]):
+        with Products() as products:
+            run(model, watched, x)
+        counts.append(products.count)
+    assert counts[0] == counts[1] >= 6 and all(counter.result().tokens for counter in counters)
 
 
 def test_a_saved_profile_comes_back_and_is_plain_json(tmp_path):
