@@ -89,11 +89,6 @@ def test_what_raises_is_left_out_and_says_why():
         rows.admit({"a": full}, {})
 
 
-def test_steps_go_along_all_axes():
-    steps = rows.steps(lambda *values: [values], "ab", (1, 2))
-    assert [row for step in steps for row in step()] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
-
-
 def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(training, "ROUNDS", 2)
