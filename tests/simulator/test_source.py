@@ -169,14 +169,6 @@ def test_kernels_and_their_parameters_are_listed():
     )
 
 
-def test_shared_variables_are_listed():
-    found = declared(DECLARES, **{"more.cuh": MORE}).variables
-    assert {d.space for d in found} == {"shared"}
-    by_name = {(d.name, d.function): (d.type, d.shape) for d in found}
-    assert by_name["tile", "k"] == ("float", (4, 33)) and by_name["buffer", "k"] == ("float", None)
-    assert by_name["t", "f"] == ("float", (-1, 2)) and by_name["q", "h"] == ("short", (3,))
-
-
 def test_the_macros_decide_what_is_there():
     text = "#ifdef BIG\n__global__ void big() {}\n#else\n__global__ void small() { __shared__ int a[N * 2]; }\n#endif\n"
     assert list(declared(text, {"BIG": True}).kernels) == ["big"]
