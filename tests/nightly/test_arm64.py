@@ -17,20 +17,8 @@ CROSS, EMULATOR, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarc
 
 def output_of_driver(cxx: str, folder: Path, run_with: list[str], machine: list[str]) -> str:
     """What arm64_driver.cpp prints, built by `cxx`."""
-    common = [
-        "-std=c++17",
-        "-fstack-clash-protection",
-        "-g",
-        "-w",
-        "-ffp-contract=off",
-        "-fno-strict-aliasing",
-        "-fno-omit-frame-pointer",
-        *machine,
-        "-I",
-        str(toolchain.CUDA),
-        "-I",
-        str(core.kernels_dir()),
-    ]
+    flags = "-std=c++17 -fstack-clash-protection -g -w -ffp-contract=off -fno-strict-aliasing -fno-omit-frame-pointer"
+    common = [*flags.split(), *machine, "-I", str(toolchain.CUDA), "-I", str(core.kernels_dir())]
     watched = ["-include", "cuda_on_cpu.h", "-DVALUE_BF16", *toolchain.KINDS["watched"]]
     (folder / "unit.cpp").write_text(f'#include "smxx_pack.cu"\n{CRASHES}SIM_EXPORT(pack_v2)\nSIM_EXPORT(crashes)\n')
     subprocess.run([cxx, *common, *watched, "-c", "unit.cpp", "-o", "unit.o"], cwd=folder, check=True)

@@ -18,16 +18,10 @@ COMPILERS = ["g++"]
 BUILDS = [("g++", "-O1")]
 
 TYPES = {
-    "u8": ("unsigned char", np.uint8),
-    "u16": ("unsigned short", np.uint16),
-    "u32": ("unsigned int", np.uint32),
-    "u64": ("unsigned long long", np.uint64),
-    "i8": ("signed char", np.int8),
-    "i16": ("short", np.int16),
-    "i32": ("int", np.int32),
-    "i64": ("long long", np.int64),
-    "f32": ("float", np.float32),
-    "f64": ("double", np.float64),
+    **{"u8": ("unsigned char", np.uint8), "u16": ("unsigned short", np.uint16), "u32": ("unsigned int", np.uint32)},
+    **{"u64": ("unsigned long long", np.uint64), "i8": ("signed char", np.int8), "i16": ("short", np.int16)},
+    **{"i32": ("int", np.int32), "i64": ("long long", np.int64)},
+    **{"f32": ("float", np.float32), "f64": ("double", np.float64)},
 }
 INTEGERS = {"short": "i16", "ushort": "u16", "int": "i32", "uint": "u32", "ll": "i64", "ull": "u64"}
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
