@@ -23,7 +23,6 @@ COMMON = """
 #define N ((int)blockDim.x)
 #define ALL 0xffffffffu
 __device__ int counter, total, table[64];
-struct Pair { float re, im; };
 __device__ int warp_sum(int v) {
     for (int by = 16; by; by /= 2) v += __shfl_down_sync(ALL, v, by);
     return v;
@@ -62,8 +61,6 @@ reduction_without_the_inner_barrier: __shared__ int s[64]; s[T] = x[T]; __syncth
     2) if (T < by) s[T] += s[T + by]; if (T == 0) a[0] = s[0];
 scan_in_place: __shared__ int s[64]; s[T] = x[T]; __syncthreads(); for (int by = 1; by < 64; by *= 2) { if (T >= by)
     s[T] += s[T - by]; __syncthreads(); } a[T] = s[T];
-next_tile_too_early: __shared__ int s[64]; int sum = 0; for (int t = 0; t < 4; ++t) { s[T] = x[64 * t + T];
-    __syncthreads(); sum += s[63 - T]; } a[T] = sum;
 warp_sync_between_warps: __shared__ int s[64]; s[T] = x[T]; __syncwarp(); a[T] = s[63 - T];
 warp_without_sync <<<1, 32>>>: __shared__ int s[64]; s[T] = x[T]; a[T] = s[T ^ 1];
 zeroed_then_counted: __shared__ int s; if (T == 0) s = 0; atomicAdd(&s, 1); __syncthreads(); a[T] = s;
@@ -74,11 +71,8 @@ shift_in_place: a[T] = a[T + 1];
 one_word_of_blocks <<<8, 1>>>: a[0] += 1;
 block_reads_anothers <<<2, 64>>>: a[64 * B + T] = x[T]; b[T] = a[T];
 block_overwrites_what_another_reads <<<2, 64>>>: if (B == 0) b[T] = a[T]; else a[T] = 1;
-stored_then_counted: if (T == 0) a[0] = 5; atomicAdd(a, 1);
 global_counted_then_read: atomicAdd(a, 1); if (T == 63) a[1] = a[0];
 read_beside_atomics: if (a[0] < 50) atomicAdd(a, 1);
-atomic_elsewhere <<<8, 1>>>: atomicAdd(b, 1); a[0] += 1;
-device_array: table[T] = T; a[T] = table[63 - T];
 device_variable <<<8, 1>>>: total += 1;
 last_block_without_fence <<<8, 1>>>: a[1 + B] = 1; if (atomicAdd(&counter, 1) == 7) { for (int i = 0; i < 8; ++i) a[0]
     += a[1 + i]; counter = 0; }
@@ -112,31 +106,20 @@ width_64 <<<1, 32>>>: a[T] = __shfl_down_sync(ALL, T, 1, 64);
 past_the_end_of_a_device_array: table[T + 1] = 1;
 negative_shared: __shared__ int s[64]; s[T - 1] = x[T]; a[T] = 1;
 # Misaligned
-float_at_two_bytes: __shared__ char s[64]; s[T] = 1; __syncthreads(); a[T] = (int)*(float*)(s + 2);
-double_at_four_bytes: __shared__ double s[8]; if (T == 0) s[0] = s[1] = 1; __syncthreads(); a[T] =
-    (int)*(double*)((char*)s + 4);
 float2_at_four_bytes: __shared__ float2 s[4]; if (T < 4) s[T] = make_float2(T, T); __syncthreads(); float2 v =
     *(float2*)((float*)s + 1); a[T] = (int)v.x;
 float4_at_eight_bytes: if (T == 0) { float4* to = (float4*)(table + 2); *to = make_float4(1, 2, 3, 4); }
 """
 RIGHT = """
 reversed: __shared__ int s[64]; s[T] = x[T]; __syncthreads(); a[T] = s[63 - T];
-neighbours_with_halo <<<2, 64>>>: __shared__ int s[66]; s[T + 1] = x[64 * B + T]; if (T == 0) s[0] = B ? x[64 * B - 1]
-    : 0; if (T == 63) s[65] = x[64 * B + 64]; __syncthreads(); a[64 * B + T] = s[T] + s[T + 1] + s[T + 2];
 reduction_of_a_warp <<<1, 32>>>: int v = warp_sum(x[T]); if (T == 0) a[0] = v;
 warp_exchange: __shared__ int s[64]; s[T] = x[T]; __syncwarp(); a[T] = s[T ^ 1];
 scan_in_place: __shared__ int s[64]; s[T] = x[T]; __syncthreads(); for (int by = 1; by < 64; by *= 2) { int v = T >=
     by ? s[T - by] : 0; __syncthreads(); s[T] += v; __syncthreads(); } a[T] = s[T];
-histogram_in_shared <<<8, 64>>>: __shared__ int s[19]; if (T < 19) s[T] = 0; __syncthreads(); atomicAdd(&s[x[64 * B +
-    T] + 9], 1); __syncthreads(); if (T < 19) atomicAdd(&a[T], s[T]);
 counted_then_read: __shared__ int s; if (T == 0) s = 0; __syncthreads(); atomicAdd(&s, 1); __syncthreads(); a[T] = s;
 appended: if (x[T] > 0) { int i = atomicAdd(b, 1); a[i] = 1; }
 compacted_by_ballot <<<1, 32>>>: unsigned fires = __ballot_sync(ALL, x[T] > 0); if (x[T] > 0) a[__popc(fires & ((1u <<
     T) - 1))] = x[T];
-two_pass_sum <<<4, 64>>>: atomicAdd(&b[B], x[64 * B + T]); __threadfence(); __syncthreads(); if (T == 0 &&
-    atomicAdd(&counter, 1) == 3) { for (int i = 0; i < 4; ++i) a[0] += b[i]; counter = 0; }
-last_block <<<8, 64>>>: __shared__ bool last; if (T == 0) { b[B] = 1; __threadfence(); last = atomicAdd(&counter, 1)
-    == 7; } __syncthreads(); if (last && T == 0) { for (int i = 0; i < 8; ++i) a[0] += b[i]; counter = 0; }
 last_block_all_write <<<4, 64>>>: __shared__ bool last; b[64 * B + T] = x[64 * B + T]; __syncthreads(); if (T == 0) {
     __threadfence(); last = atomicAdd(&counter, 1) == 3; } __syncthreads(); if (!last) return; int sum = 0; for (int i
     = 0; i < 4; ++i) sum += b[64 * i + T]; a[T] = sum; if (T == 0) counter = 0;
@@ -164,17 +147,12 @@ double_buffer: __shared__ int s[2][64]; int sum = 0; s[0][T] = x[T]; __syncthrea
     (t < 3) s[(t + 1) % 2][T] = x[64 * (t + 1) + T]; sum += s[t % 2][63 - T]; __syncthreads(); } a[T] = sum;
 producer_and_consumer_warps: __shared__ int s[2][32]; for (int t = 0; t < 5; ++t) { if (T < 32 && t < 4) s[t % 2][T] =
     x[32 * t + T]; if (T >= 32 && t) a[32 * (t - 1) + T - 32] = s[(t - 1) % 2][T - 32]; __syncthreads(); }
-transpose: __shared__ int s[8][9]; s[T / 8][T % 8] = x[T]; __syncthreads(); a[T] = s[T % 8][T / 8];
 early_exit_of_lanes <<<1, 32>>>: if (T >= 20) return; a[T] = __shfl_sync(ALL, x[T], 3);
 part_of_a_warp <<<1, 32>>>: int v = x[T]; if (T < 16) v = __shfl_xor_sync(0xffffu, v, 1); __syncwarp(); a[T] = v;
 function_called_at_two_places <<<2, 32>>>: int v; if (B) v = warp_sum(x[T]); else v = warp_sum(2 * x[T]); if (T == 0)
     a[B] = v;
-structs <<<1, 32>>>: Pair* to = (Pair*)a; Pair p; p.re = x[T], p.im = 0; to[T] = p; Pair q = to[T]; b[T] = (int)q.re;
-    __syncthreads(); a[T] = 0; __syncthreads(); a[T] = b[T];
 odd_even_sort: __shared__ int s[64]; s[T] = x[T]; __syncthreads(); for (int i = 0; i < 64; ++i) { int j = 2 * T + i %
     2; if (j < 63 && s[j] > s[j + 1]) { int v = s[j]; s[j] = s[j + 1]; s[j + 1] = v; } __syncthreads(); } a[T] = s[T];
-stencil_two_buffers: a[T] = x[T]; __syncthreads(); for (int i = 0; i < 2; ++i) { b[T] = a[T] + (T ? a[T - 1] : 0);
-    __syncthreads(); a[T] = b[T]; __syncthreads(); }
 work_queue <<<3, 64>>>: for (;;) { int i = atomicAdd(b, 1); if (i >= 100) break; a[i] = 3 * x[i]; }
 exchange_of_half_a_warp: __shared__ int s[64]; unsigned half = T % 32 < 16 ? 0xffffu : 0xffff0000u; s[T] = x[T];
     __syncwarp(half); a[T] = s[T ^ 8] + __popc(__ballot_sync(half, T % 3 == 0));
@@ -188,16 +166,12 @@ memset_apart: memset(a + 4 * T, 1, 16);
 # x -> what the first values of a are after a right kernel.
 VALUES = {
     "reversed": lambda x: x[63::-1],
-    "neighbours_with_halo": lambda x: np.convolve(np.concatenate([[0], x[:129]]), [1, 1, 1], "valid")[:128],
     "reduction_of_a_warp": lambda x: [x[:32].sum()],
     "warp_exchange": lambda x: x[:64].reshape(-1, 2)[:, ::-1],
     "scan_in_place": lambda x: np.cumsum(x[:64]),
-    "histogram_in_shared": lambda x: np.bincount(x[:512] + 9, minlength=19),
     "counted_then_read": lambda x: np.full(64, 64),
     "appended": lambda x: np.ones((x[:64] > 0).sum()),
     "compacted_by_ballot": lambda x: x[:32][x[:32] > 0],
-    "two_pass_sum": lambda x: [x[:256].sum()],
-    "last_block": lambda x: [8],
     "last_block_all_write": lambda x: x[:256].reshape(4, 64).sum(0),
     "last_block_fence_before_barrier": lambda x: x[:256].reshape(4, 64).sum(0),
     "last_warp": lambda x: x[:128].reshape(4, 32).sum(0),
@@ -210,13 +184,10 @@ VALUES = {
     "ticket": lambda x: [x[:6].sum()],
     "double_buffer": lambda x: x[:256].reshape(4, 64)[:, ::-1].sum(0),
     "producer_and_consumer_warps": lambda x: x[:128],
-    "transpose": lambda x: x[:64].reshape(8, 8).T,
     "early_exit_of_lanes": lambda x: [x[3]] * 20,
     "part_of_a_warp": lambda x: np.concatenate([x[:16].reshape(-1, 2)[:, ::-1].ravel(), x[16:32]]),
     "function_called_at_two_places": lambda x: [2 * x[:32].sum(), x[:32].sum()],
-    "structs": lambda x: x[:32],
     "odd_even_sort": lambda x: np.sort(x[:64]),
-    "stencil_two_buffers": lambda x: np.convolve(x[:64], [1, 2, 1])[:64],
     "work_queue": lambda x: 3 * x[:100],
     "exchange_of_half_a_warp": lambda x: (
         x[np.arange(64) ^ 8] + np.repeat((np.arange(64) % 3 == 0).reshape(4, 16).sum(1), 16)
@@ -234,8 +205,8 @@ SIGNATURE = 'extern "C" __global__ void {}(int* a, int* b, const int* x) {{'
 # Where compute-sanitizer, of kernels built by nvcc -O3, reports nothing and the simulator a fault, and why.
 WHY = {
     "racecheck looks at shared memory alone": """global_reversed shift_in_place one_word_of_blocks block_reads_anothers
-        block_overwrites_what_another_reads stored_then_counted global_counted_then_read read_beside_atomics
-        atomic_elsewhere device_array device_variable last_block_without_fence last_block_without_barrier
+        block_overwrites_what_another_reads global_counted_then_read read_beside_atomics
+        device_variable last_block_without_fence last_block_without_barrier
         flag_without_fence volatile_flag_without_fence fence_of_the_block_for_the_grid another_flag
         vector_over_a_scalar halves_of_one_word""",
     "one thread writes a word that others read or count; why racecheck reports nothing was not looked for": """
