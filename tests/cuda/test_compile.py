@@ -57,9 +57,6 @@ def compile(folder, file="k.cu", arch="sm_90", **defines):
     return compiler.compile(file, arch, defines, cache_in=folder)
 
 
-# ---- the cache
-
-
 def test_the_second_time_nothing_is_compiled(texts, runs, folder):
     first = compile(folder, N=3)
     second = compile(folder, N=3)
@@ -104,9 +101,6 @@ def test_a_folder_under_a_file_only_warns(texts, runs, tmp_path):
         assert compile(tmp_path / "file" / "cache").image
 
 
-# ---- cubins compiled elsewhere
-
-
 def test_cubins_compiled_elsewhere_come_first_and_need_no_compiler(texts, runs, folder, tmp_path, monkeypatch):
     there = tmp_path / "elsewhere"
     made = compile(there, N=3)
@@ -136,8 +130,6 @@ def test_prebuilding_makes_what_launches_ask_for(runs, tmp_path, monkeypatch):
         assert compiler.compile(source.file, target, dict(macros)).name in names
     assert len(runs) == len(names)
 
-
-# ---- which architecture
 
 ALL = (75, 80, 86, 89, 90, 100, 120)
 
@@ -172,9 +164,6 @@ def test_the_newest_target_of_the_same_major_version(monkeypatch, tmp_path, preb
         assert compiler.architecture(capability) == wanted
 
 
-# ---- no compiler
-
-
 @pytest.fixture
 def forgetful():
     compiler.compiler.cache_clear()
@@ -192,22 +181,12 @@ def test_without_cupy_the_command_is_named(monkeypatch, tmp_path):
             call()
 
 
-# ---- the real compiler
-
-
 @pytest.fixture
 def nvrtc():
     try:
         return compiler.compiler()
     except StackError as error:
         pytest.skip(f"kernels cannot be compiled here: {error}")
-
-
-def test_a_real_cubin_is_cached_whole(nvrtc, folder, monkeypatch):
-    made = compile(folder, "smxx_transpose.cu", "sm_75", VALUE_FP16=True)
-    monkeypatch.setattr(compiler, "_run_nvrtc", lambda *_: pytest.fail("compiled once more"))
-    second = compile(folder, "smxx_transpose.cu", "sm_75", VALUE_FP16=True)
-    assert second == made and made.image.startswith(b"\x7fELF") and "transpose_v1" in declared.resources(second.log)
 
 
 @pytest.mark.parametrize(
