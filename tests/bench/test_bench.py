@@ -146,40 +146,6 @@ def test_quartiles_by_hand(samples, median, spread):
     assert clocks.quartiles(samples) == (pytest.approx(median), pytest.approx(spread))
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only moves when told to: tick(seconds)."""
-
-    class Clock:
-        now = 0.0
-
-        def tick(self, seconds):
-            self.now += seconds
-
-    clock = Clock()
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: clock.now)
-    return clock
-
-
-def test_calls_take_turns_and_every_sample_is_returned(clock):
-    made = []
-
-    def call(name, seconds):
-        return lambda turn: (made.append((name, turn)), clock.tick(seconds))
-
-    calls = {"a": call("a", 0.002), "b": call("b", 0.001)}
-    samples = clocks.time_cpu(calls, seconds=0.6)
-    warm, timed = made[:4], made[4:]
-    assert sorted(warm) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert timed == [(name, turn + i) for turn in range(0, 200, 20) for name in "ab" for i in range(20)]
-    assert samples["a"] == pytest.approx([2.0] * 200) and samples["b"] == pytest.approx([1.0] * 200)
-
-    made.clear()
-    samples = clocks.time_cpu(calls, seconds=0.03, cold=True)
-    assert made[4:] == [(name, turn) for turn in range(10) for name in "ab"]
-    assert samples["a"] == pytest.approx([2.0] * 10) and samples["b"] == pytest.approx([1.0] * 10)
-
-
 def assert_complete(record, tokens, d_model, d_ff, dtype, paths):
     paths = [*paths, *(f"{path} (cold)" for path in paths)]
     assert record.name == "ffn" and [row["path"] for row in record.rows] == paths

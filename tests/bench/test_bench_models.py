@@ -239,37 +239,26 @@ def test_an_interruption_leaves_out_the_rest_and_loses_nothing(monkeypatch):
         tl.bench.model(ours(), **QUICK)
 
 
-class Counter:
-    """A counter of energy that moves every 20 ms, of a GPU that takes 300 W while it computes and 100 else. A call
-    takes so many seconds, reading the counter 1 ms."""
-
-    def __init__(self, seconds=0.004):
-        self.now, self.spent, self.seconds, self.called = 0.0, [0.0], seconds, []
-
-    def pass_by(self, seconds, watts):
-        for _ in range(round(seconds / 0.001)):
-            self.now += 0.001
-            self.spent.append(self.spent[-1] + watts)  # millijoules, each millisecond
-
-    def call(self, turn, name="", watts=300):
-        self.called.append(name)
-        self.pass_by(self.seconds, watts)
-
-    def read(self):
-        self.pass_by(0.001, 100)
-        return self.spent[(len(self.spent) - 1) // 20 * 20]
-
-
 @pytest.mark.parametrize("seconds", [0.004, 0.7])
 def test_energy_is_read_where_the_counter_moves(monkeypatch, seconds):
-    """Also of calls that outlast what the counter needs to move."""
-    counter = Counter(seconds)
-    monkeypatch.setattr(time, "perf_counter", lambda: counter.now)
-    facts = workloads.energy_facts(counter.read, {"one": counter.call}, lambda: None, samples=3, tokens=100)["one"]
+    """A counter that moves every 20 ms, of a GPU that takes 300 W while it computes and 100 else, also of calls that
+    outlast what the counter needs to move. Reading it takes 1 ms."""
+    spent = [0.0]  # millijoules, at each millisecond
+
+    def pass_by(seconds, watts):
+        spent.extend([spent[-1] + watts * (i + 1) for i in range(round(1e3 * seconds))])
+
+    def read():
+        pass_by(0.001, 100)
+        return spent[(len(spent) - 1) // 20 * 20]
+
+    calls = {"one": lambda turn: pass_by(seconds, 300)}
+    monkeypatch.setattr(time, "perf_counter", lambda: (len(spent) - 1) / 1e3)
+    facts = workloads.energy_facts(read, calls, lambda: None, samples=3, tokens=100)["one"]
     assert facts["mj_samples"] == pytest.approx([3_000 * seconds] * 3, rel=0.05)
     assert facts["mj_per_token"] == pytest.approx(3_000 * seconds, rel=0.05) and facts["mj_spread"] < 100
-    assert counter.now > 3 * (workloads.WARM + workloads.ENERGY)
-    assert workloads.energy_facts(lambda: 7.0, {"one": counter.call}, lambda: None, 3, 100) == {}  # it stands still
+    assert len(spent) > 3e3 * (workloads.WARM + workloads.ENERGY)
+    assert workloads.energy_facts(lambda: 7.0, calls, lambda: None, 3, 100) == {}  # it stands still
 
 
 def half_swapped():

@@ -94,9 +94,6 @@ def test_kernels_of_this_package_give_the_product_in_the_simulator(name):
     assert comparison.off(method.multiply(method.convert(a), b), a, b, a @ b) <= 1
 
 
-# ---- formats of torch over the density ----
-
-
 def test_ell_without_any_value_gives_zeros():
     y = comparison.ell_matmul(ELL.from_dense(torch.zeros(3, 5)), torch.randn(5, 2))
     assert torch.equal(y, torch.zeros(3, 2))

@@ -30,9 +30,6 @@ def declared(text, defines=None, **headers):
     return listing({"k.cu": text, **headers}, "k.cu", defines or {})
 
 
-# ---- sources
-
-
 def test_a_name_is_a_file_of_kernels_with_its_headers():
     found = sources("smxx_gated.cu")
     assert list(found)[0] == "smxx_gated.cu"
@@ -72,8 +69,6 @@ def test_a_missing_file_is_named_with_the_folder(own):
     with pytest.raises(CompileError, match="k.cu in .* UTF-8"):
         sources(own / "k.cu")
 
-
-# ---- watches
 
 WATCHED = {
     "k.cu": "int a = 1;  // a: one\n"  # 1
@@ -126,9 +121,6 @@ def test_a_watch_that_cannot_be_put_is_refused(place, message):
         with_watches(WATCHED, {place: "a"})
 
 
-# ---- reading the text
-
-
 @given(st.text(alphabet="ab/*\"'\\\n R(", max_size=60))
 def test_without_comments_everything_stays_in_its_place(text):
     for strings in (True, False):
@@ -159,9 +151,6 @@ def test_the_macros_decide_what_is_there():
     text = "#ifdef BIG\n__global__ void big() {}\n#else\n__global__ void small() { __shared__ int a[N * 2]; }\n#endif\n"
     assert list(declared(text, {"BIG": True}).kernels) == ["big"]
     assert declared(text, {"N": 21}).variables[0].shape == (42,)
-
-
-# ---- what cannot run
 
 
 @pytest.mark.parametrize(

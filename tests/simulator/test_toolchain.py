@@ -49,9 +49,6 @@ def not_to_be_compiled(monkeypatch):
     monkeypatch.setattr(toolchain, "_compile", compile)
 
 
-# ---- the compiler
-
-
 @pytest.mark.parametrize("named", ["no-such-compiler", "true"])
 def test_a_named_compiler_that_does_not_work_is_an_error_that_says_what_to_install(named, monkeypatch):
     monkeypatch.setenv("TWELL_LAB_CXX", named)
@@ -68,9 +65,6 @@ def test_other_systems_are_told_where_it_runs(platform, machine, monkeypatch):
     with pytest.raises(StackError, match="WSL 2"):
         toolchain.compiler()
     assert not toolchain.available()
-
-
-# ---- messages of the compiler
 
 
 def messages_of(text, cache, **headers):
@@ -101,9 +95,6 @@ def test_names_of_cudas_that_are_missing_are_named(name, cache):
     word = re.search(r"__\w+", name)[0]
     with pytest.raises(Unsupported, match=rf"k.cu:2: {word} is not known to the simulator"):
         build({"k.cu": KERNEL % f"x[0] = (float){name};"}, "k.cu", cache_in=cache)
-
-
-# ---- what is built
 
 
 @pytest.mark.parametrize("kind", toolchain.KINDS)
@@ -152,9 +143,6 @@ def test_without_binutils_the_message_names_them(cache):
     built = build({"k.cu": KERNEL % "x[0] = 1;"}, "k.cu", cache_in=cache)
     with pytest.raises(StackError, match="binutils"):
         toolchain.find_lines(lambda name: None, built.path, [1], built.sources)
-
-
-# ---- the cache
 
 
 def test_what_goes_in_decides_the_name_and_nothing_else_does(tiny, tmp_path, monkeypatch):
