@@ -27,7 +27,7 @@ SPARE = {
 }
 # Barriers that tell every thread whether something holds in any: without one its value would be missing, and the kernel
 # would not compile.
-TELLING = {"smxx_listed.cu": 4}
+TELLING = {"smxx_listed.cu": 4, "smxx_spread.cu": 1}
 
 
 def barriers():
