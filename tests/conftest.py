@@ -30,14 +30,13 @@ _NIGHTLY = Path(__file__).parent / "nightly"
 
 
 def pytest_addoption(parser):
-    """Which cases the fuzzers of tests/nightly/attack run, and where the moves of widgets are noted."""
+    """Which cases the fuzzers of tests/nightly/attack run."""
     group = parser.getgroup("nightly", "what tests/nightly does")
     group.addoption("--attack-cases", type=int, metavar="N", help="so many cases of each fuzzer")
     group.addoption("--attack-seconds", type=float, metavar="S", help="layers for so long, instead of so many")
     group.addoption("--attack-seed", type=int, default=0, metavar="N", help="other cases [0]")
     group.addoption("--attack-case", type=int, metavar="N", help="one case alone, as a failure names it")
     group.addoption("--attack-report", metavar="FILE", help="write what each fuzzer did here, as JSON")
-    group.addoption("--browser-report", metavar="FILE", help="write what each widget's moves took there, as JSON")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -1,7 +1,5 @@
 """Methods of the map, padding and experts: held against the dense layer. The map's times are tested with the course."""
 
-import math
-
 import pytest
 import torch
 
@@ -20,12 +18,6 @@ def test_stripes_give_the_dense_result(tokens, share):
     with torch.no_grad():
         y = methods.by_stripes(layer, layer.down_proj.weight.t().contiguous(), x)
         torch.testing.assert_close(y, layer(x), rtol=1e-4, atol=1e-5)
-
-
-def test_a_result_is_held_against_the_dense_one():
-    methods.check_close("nothing", torch.zeros(2, 3), torch.zeros(2, 3))
-    with pytest.raises(clock.WrongResult):
-        methods.check_close("no number", torch.full((2, 3), math.nan), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("layers", [1, 3])

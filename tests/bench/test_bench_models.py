@@ -48,9 +48,6 @@ def ours(**changes):
     return LanguageModel(ModelConfig(**{**vars(SIZES), **changes})).eval()
 
 
-# ---- what the rows say ----
-
-
 @pytest.mark.parametrize("make", [theirs, ours, lambda: SIZES], ids=["transformers", "ours", "drawn"])
 def test_rows_say_what_was_measured(make):
     model = make()
@@ -138,9 +135,6 @@ def test_a_drawn_model_fires_as_a_profiled_one_does(tmp_path):
     )
 
 
-# ---- results are compared first ----
-
-
 @pytest.mark.parametrize("kind", [*OTHERS, "ours", "ours, plain"])
 def test_a_step_of_decoding_gives_what_the_whole_sequence_gives(kind):
     model = Causal(theirs(kind) if kind in OTHERS else ours(gated=kind == "ours"))
@@ -198,20 +192,6 @@ def test_layers_with_thresholds_are_compared_one_by_one(monkeypatch, method, spa
         tl.bench.model(cut, **QUICK, text=text, plan=tl.Choice("dense"))
 
 
-def test_what_a_row_does_not_need_is_not_made_before_it(monkeypatch):
-    planned = []
-    monkeypatch.setattr(models.planner, "plan", lambda *_, tokens, **__: planned.append(tokens) or tl.Choice("twell"))
-    monkeypatch.setattr(workloads, "decode", lambda *_: pytest.fail("no step of decoding was asked for"))
-    bench = models.Bench(ours(), tokens=(16, 32), batches=(2,), seconds=0.0)
-    assert not planned and not bench.sparse
-    assert [row["path"] for row in bench.rows("model_forward", 32)] == ["dense eager", "planned"]
-    bench.rows("model_forward", 16)
-    assert planned == [[2, 16, 32]]
-
-
-# ---- what does not run here ----
-
-
 def test_what_cannot_be_compiled_is_left_out_and_the_notes_say_why(monkeypatch):
     def compiled(call, **_):
         def fails(*_, **__):
@@ -259,43 +239,26 @@ def test_an_interruption_leaves_out_the_rest_and_loses_nothing(monkeypatch):
         tl.bench.model(ours(), **QUICK)
 
 
-# ---- the parts for a GPU, without one ----
-
-
-class Counter:
-    """A counter of energy that moves every 20 ms, of a GPU that takes 300 W while it computes and 100 else. A call
-    takes so many seconds, reading the counter 1 ms."""
-
-    def __init__(self, seconds=0.004):
-        self.now, self.spent, self.seconds, self.called = 0.0, [0.0], seconds, []
-
-    def pass_by(self, seconds, watts):
-        for _ in range(round(seconds / 0.001)):
-            self.now += 0.001
-            self.spent.append(self.spent[-1] + watts)  # millijoules, each millisecond
-
-    def call(self, turn, name="", watts=300):
-        self.called.append(name)
-        self.pass_by(self.seconds, watts)
-
-    def read(self):
-        self.pass_by(0.001, 100)
-        return self.spent[(len(self.spent) - 1) // 20 * 20]
-
-
 @pytest.mark.parametrize("seconds", [0.004, 0.7])
 def test_energy_is_read_where_the_counter_moves(monkeypatch, seconds):
-    """Also of calls that outlast what the counter needs to move."""
-    counter = Counter(seconds)
-    monkeypatch.setattr(time, "perf_counter", lambda: counter.now)
-    facts = workloads.energy_facts(counter.read, {"one": counter.call}, lambda: None, samples=3, tokens=100)["one"]
+    """A counter that moves every 20 ms, of a GPU that takes 300 W while it computes and 100 else, also of calls that
+    outlast what the counter needs to move. Reading it takes 1 ms."""
+    spent = [0.0]  # millijoules, at each millisecond
+
+    def pass_by(seconds, watts):
+        spent.extend([spent[-1] + watts * (i + 1) for i in range(round(1e3 * seconds))])
+
+    def read():
+        pass_by(0.001, 100)
+        return spent[(len(spent) - 1) // 20 * 20]
+
+    calls = {"one": lambda turn: pass_by(seconds, 300)}
+    monkeypatch.setattr(time, "perf_counter", lambda: (len(spent) - 1) / 1e3)
+    facts = workloads.energy_facts(read, calls, lambda: None, samples=3, tokens=100)["one"]
     assert facts["mj_samples"] == pytest.approx([3_000 * seconds] * 3, rel=0.05)
     assert facts["mj_per_token"] == pytest.approx(3_000 * seconds, rel=0.05) and facts["mj_spread"] < 100
-    assert counter.now > 3 * (workloads.WARM + workloads.ENERGY)
-    assert workloads.energy_facts(lambda: 7.0, {"one": counter.call}, lambda: None, 3, 100) == {}  # it stands still
-
-
-# ---- what is refused ----
+    assert len(spent) > 3e3 * (workloads.WARM + workloads.ENERGY)
+    assert workloads.energy_facts(lambda: 7.0, calls, lambda: None, 3, 100) == {}  # it stands still
 
 
 def half_swapped():
@@ -313,7 +276,7 @@ def quantised():
     [
         (lambda: "SakanaAI/SparseLM2B", r"is a name; accepted: a model, such as tl.load\('SakanaAI/SparseLM2B'\), or"),
         (lambda: nn.Linear(3, 3), "Linear is no causal language model"),
-        (lambda: theirs(hidden_act="silu"), "uses SiLU.*relufy"),
+        (lambda: theirs(hidden_act="silu"), "uses SiLU"),
         (lambda: ours().train(), "is in training mode; accepted: model.eval()"),
         (half_swapped, "1 feed-forward layers of LanguageModel are swapped already.* tl.densify"),
         (quantised, "accepted: .* a plain torch.nn.Linear"),
@@ -336,11 +299,7 @@ def test_models_that_are_refused(make, said):
         ({"dtype": torch.bfloat16}, "dtype is given, and the model has its own"),
         ({"device": "cuda:7"}, "device is given, and the model has its own"),
         ({"text": "some text"}, "text is str; accepted: token ids"),
-        (
-            {"text": torch.zeros(100, dtype=torch.int64)},
-            "text has 100 tokens, fewer than one batch needs.*128 or more",
-        ),
-        ({"text": torch.zeros(400, dtype=torch.complex64)}, r"text is torch.complex64 \[400\]"),
+        ({"text": torch.zeros(100, dtype=torch.int64)}, "text has 100 tokens.*128 or more"),
         ({"text": torch.zeros(400, dtype=torch.int64, device="meta")}, "text is torch.int64.*; accepted: token ids"),
         ({"text": torch.full((400,), 64)}, "text has the token 64; accepted: token numbers from 0 to 63"),
         ({"plan": "auto"}, "'auto', neither a path .* nor a file; accepted"),
@@ -350,12 +309,6 @@ def test_models_that_are_refused(make, said):
 def test_arguments_that_are_refused(arguments, said):
     with pytest.raises((InputError, DeviceError), match=said):
         tl.bench.model(ours(), **{**QUICK, **arguments})
-
-
-@pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.float64])
-def test_a_drawn_model_has_no_other_dtype(dtype):
-    with pytest.raises(InputError, match="dtype is .*; accepted: bfloat16, float16 and float32"):
-        tl.bench.model("1M", **QUICK, dtype=dtype)
 
 
 def test_a_training_step_takes_windows_of_two_tokens_and_more():
@@ -368,7 +321,7 @@ def test_a_training_step_takes_windows_of_two_tokens_and_more():
 def test_a_size_that_is_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):
     monkeypatch.setattr(core, "memory", lambda: 2**30)
     monkeypatch.setattr(drawn, "llama", lambda *_: pytest.fail("it was built"))
-    with pytest.raises(
-        InputError, match="2.1 billion parameters, 2 times, takes 15.5 GiB of memory, and this machine has 1.0"
-    ):
+    with pytest.raises(InputError, match="15.5 GiB of memory, and this machine has 1.0"):
         tl.bench.model("2B", **QUICK, device="cpu")
+    with pytest.raises(InputError, match="dtype is .*; accepted: bfloat16, float16 and float32"):
+        tl.bench.model("1M", **QUICK, dtype=torch.int8)

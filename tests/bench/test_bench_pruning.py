@@ -5,9 +5,6 @@ import torch
 
 from twell_lab.bench import losses
 from twell_lab.records import Record
-from twell_lab.sparsities.blocks import empty_share
-from twell_lab.sparsities.two_four import is_two_four
-from twell_lab.sparsities.weights import SparseLinear
 from twell_lab.training.config import TrainConfig
 
 SIZES = {"d_model": 32, "layers": 1, "heads": 2, "d_ff": 64, "context": 32, "batch": 4}
@@ -46,22 +43,3 @@ def test_a_row_says_what_was_pruned_and_what_it_cost(rows, trained):
     assert 0 <= rows["proximal L1, 1"]["sparsity"] < rows["proximal L1, 4"]["sparsity"] < 1
     gradual, at_once = rows["blocks of 32, 90%, gradually"], rows["blocks of 32, 90%"]
     assert gradual["bits_before"] == at_once["bits_before"] and gradual["bits_after"] != at_once["bits_after"]
-
-
-@pytest.mark.parametrize("name", ["2:4", "blocks of 16, 50%", "blocks of 32, 90%, gradually", "proximal L1, 4"])
-def test_the_zeros_are_where_the_way_has_them_and_stay(name, trained, monkeypatch):
-    kept = []
-    monkeypatch.setattr(trained, "bits", lambda model: kept.append(model) or 1.0)
-    losses.way_rows(trained, WAYS[name])
-    model = kept[-1]  # the last one that is measured, trained on
-    weights = {each: module.weight for each, module in model.named_modules() if isinstance(module, SparseLinear)}
-    assert len(weights) == 5 and isinstance(model.head, torch.nn.Linear)
-    for weight in weights.values():
-        if name == "2:4":
-            assert is_two_four(weight)
-        elif "16" in name:
-            assert empty_share(weight, 16) == 0.5
-        elif "32" in name:
-            assert empty_share(weight, 32) > 0.4 or weight.shape == (32, 32)
-        else:
-            assert (weight == 0).any()

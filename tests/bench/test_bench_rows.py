@@ -39,10 +39,7 @@ def test_calls_for_few_tokens_are_replayed_as_graphs_too_but_for_compiled_ones(c
     assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS + 1)[0]] == [*calls]
     assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS + 1, graphs=True)[0]] == [*calls, *replayed]
     everything = [f"{name} (graph)" for name in calls]
-    assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS, compiled=True)[1]] == [
-        *calls,
-        *everything,
-    ]
+    assert [*rows.clocked(calls, GPU, tokens=clocks.GRAPH_TOKENS, compiled=True)[1]] == [*calls, *everything]
 
 
 def test_a_row_is_compared_with_the_dense_layer_that_was_run_in_the_same_way():
@@ -87,11 +84,6 @@ def test_what_raises_is_left_out_and_says_why():
 
     with pytest.raises(torch.OutOfMemoryError):
         rows.admit({"a": full}, {})
-
-
-def test_steps_go_along_all_axes():
-    steps = rows.steps(lambda *values: [values], "ab", (1, 2))
-    assert [row for step in steps for row in step()] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
 
 
 def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypatch):

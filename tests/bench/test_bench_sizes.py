@@ -30,18 +30,6 @@ def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
     assert not any(layer.gate._forward_pre_hooks for layer in feed_forwards(model))
 
 
-def test_the_papers_sizes_are_built_in():
-    assert drawn.NAMES[-4:] == models.SIZES == ("0.5B", "1B", "1.5B", "2B")
-    papers = [drawn.sizes_of(name) for name in models.SIZES]
-    assert [size.layers for size in papers] == [8, 18, 28, 38]
-    for size in papers:
-        assert (size.d_model, size.d_ff, size.heads, size.context) == (2048, 5632, 32, 2048)
-        nnzs = drawn.nnzs_of(size)
-        assert sum(nnzs) / size.layers == pytest.approx(29, abs=1e-6) and nnzs[0] == 2 and nnzs[-1] == 109
-    assert drawn.sizes_of("1M").vocabulary == 256
-    assert drawn.nnzs_of(ModelConfig(layers=1, d_ff=5632)) == [pytest.approx(29)]
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU's clock and meter that count, graphs that call what they were made of, and models that are not compiled."""

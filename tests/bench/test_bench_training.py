@@ -82,20 +82,6 @@ def test_the_exact_gradients_are_autograds():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_tables_of_the_readme_come_first():
-    for sections in (forward.sections(), training.sections()):
-        cases = [step.args[0] for step in sections["tokens"]]
-        assert [(case.tokens, case.graphs, case.name) for case in cases] == [
-            (tokens, True, "independent, lognormal") for tokens in (1, 16, 64, 256, 2048, 16384, 131072)
-        ]
-        assert next(iter(sections)) == "tokens"
-        heavy = [step.args[0] for step in sections["heavy rows"]]
-        assert [(case.heavy, case.fires) for case in heavy] == [
-            (0, 0),
-            *((rows, fires) for fires in (1500, 5632) for rows in (1, 8, 64, 512)),
-        ]
-
-
 @pytest.mark.parametrize("in_tile", [False, True])
 def test_so_many_neurons_fire_in_so_many_rows(in_tile):
     plain, heavy = TINY, dataclasses.replace(TINY, heavy=8, fires=200, in_tile=in_tile)

@@ -94,22 +94,6 @@ def test_kernels_of_this_package_give_the_product_in_the_simulator(name):
     assert comparison.off(method.multiply(method.convert(a), b), a, b, a @ b) <= 1
 
 
-def test_of_a_kernels_versions_the_one_that_is_taken_leads():
-    stay = ["dense eager", "csr_v3", "part: csr_v3, conversion", "blocks_v2", "CSR (torch)"]
-    others = ["csr_v1", "coo_v4", "part: csr_v2, conversion", "blocks_v1", "taken out since"]
-    assert [row["path"] for row in comparison.leading({"path": path} for path in others + stay)] == stay
-
-
-def test_sections_hold_every_pattern_and_sparsity():
-    sections = comparison.sections(SMALL)
-    asked = [step.args[:2] for step in sections["products"]]
-    patterns = len(PIECES) + 1  # and 2:4 in blocks
-    assert len(set(asked)) == len(asked) == 1 + patterns * len(comparison.SPARSITIES) and asked[0] == (TWO_FOUR, 0.5)
-
-
-# ---- formats of torch over the density ----
-
-
 def test_ell_without_any_value_gives_zeros():
     y = comparison.ell_matmul(ELL.from_dense(torch.zeros(3, 5)), torch.randn(5, 2))
     assert torch.equal(y, torch.zeros(3, 2))

@@ -1,8 +1,6 @@
 """Notebooks in a real JupyterLab in a headless Chromium, their widgets moved by keyboard: `make test-browser`.
 
 Notebook 00 runs whole; of the others, what their widgets need: the cells up to the still figure that follows the last.
-What a move takes, from the key to the figure that is drawn, is not judged here, since it depends on the machine;
-`--browser-report` keeps it as JSON.
 """
 
 import json
@@ -30,18 +28,6 @@ READY = """name => {
 }"""
 # Of the figure that a widget draws: all that is drawn, and its texts.
 DRAWN = "figure => JSON.stringify([figure.data, figure.layout.title, figure.layout.annotations])"
-# Notes when a key is pressed, and when the frame is painted that has what plotly drew after it.
-WATCH = """figure => {
-    const moves = (figure.moves = []);
-    document.addEventListener("keydown", event => moves.push({pressed: event.timeStamp, drawn: null, plots: 0}), true);
-    figure.on("plotly_afterplot", () => requestAnimationFrame(() => setTimeout(() => {
-        const move = moves.at(-1);
-        if (move) Object.assign(move, {drawn: performance.now(), plots: move.plots + 1});
-    })));
-}"""
-WIDTH = "figure => figure.querySelector('.main-svg').getBoundingClientRect().width"
-MOVES = 12  # of each widget, of which the first is not counted: it also loads and compiles
-PAUSE = 600  # ms between them, in which the last one's figure is drawn
 FIGURE = "application/vnd.plotly.v1+json"
 
 
@@ -95,15 +81,6 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def report(request):
-    """report(row): keeps a row for --browser-report."""
-    rows = []
-    yield rows.append
-    if path := request.config.getoption("--browser-report"):
-        Path(path).write_text(json.dumps(rows, indent=1) + "\n")
-
-
-@pytest.fixture(scope="module")
 def lab(browser, tmp_path_factory):
     """The address of a JupyterLab of its own, with settings of its own, in a folder of copies."""
     folder = tmp_path_factory.mktemp("lab")
@@ -117,14 +94,8 @@ def lab(browser, tmp_path_factory):
         port = free.getsockname()[1]
     places = {name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
     environment = {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"), "PYTHONPATH": str(ROOT), **places}
-    options = [
-        f"--port={port}",
-        "--no-browser",
-        "--allow-root",
-        "--IdentityProvider.token=",
-        f"--notebook-dir={folder}",
-    ]
-    command = [sys.executable, "-m", "jupyterlab", *options, "--expose-app-in-browser"]
+    options = "--no-browser --allow-root --IdentityProvider.token= --expose-app-in-browser".split()
+    command = [sys.executable, "-m", "jupyterlab", f"--port={port}", f"--notebook-dir={folder}", *options]
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(command, env={**os.environ, **environment}, cwd=folder, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
@@ -169,19 +140,8 @@ def changes(page, figure, before: str, key: str) -> bool:
     return False
 
 
-def milliseconds(page, figure, key: str) -> list[float]:
-    """What moves by this key, and back by the other one, took, from the key to the painted figure."""
-    figure.evaluate(WATCH)
-    back = {"ArrowRight": "ArrowLeft", "ArrowLeft": "ArrowRight"}[key]
-    for i in range(MOVES):
-        page.keyboard.press((key, back)[i % 2])
-        page.wait_for_timeout(PAUSE)
-    moves = figure.evaluate("figure => figure.moves")
-    return [move["drawn"] - move["pressed"] for move in moves[1:] if move["drawn"] is not None]
-
-
 @pytest.mark.parametrize("name", with_a_widget())
-def test_a_widget_is_moved_by_keyboard_and_its_figure_changes(opened, name, report):
+def test_a_widget_is_moved_by_keyboard_and_its_figure_changes(opened, name):
     page = opened(name)
     page.locator(f".jp-Cell:nth-child({still(name, shows(name)[-1]) + 1}) .js-plotly-plot").wait_for()
     if name == WHOLE:  # its last cell has run
@@ -200,6 +160,3 @@ def test_a_widget_is_moved_by_keyboard_and_its_figure_changes(opened, name, repo
         key = next((key for key in ("ArrowRight", "ArrowLeft") if changes(page, figure, before, key)), None)
         assert key is not None
         assert handle.evaluate(PLACE) != at
-        drawn = page.locator(f".jp-Cell:nth-child({still(name, shown) + 1}) .js-plotly-plot").first
-        widths = {"live": figure.evaluate(WIDTH), "still": drawn.evaluate(WIDTH)}
-        report({"path": name, "cell": shown, "samples": milliseconds(page, figure, key), **widths})

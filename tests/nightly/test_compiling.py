@@ -20,12 +20,9 @@ def jobs():
     wanted = [(arch, FP16 if arch == "sm_75" else BF16, [2048]) for arch in compiler.ARCHITECTURES]
     wanted += [("sm_75", FP32, [2048]), ("sm_90", FP16, [2048]), ("sm_90", FP32, [2048])]
     wanted.append(("sm_90", BF16, [8, 64, 768, 2056, 5120]))
-    found = [
-        build
-        for arch, dtype, widths in wanted
-        for build in kernels.builds(divmod(int(arch.removeprefix("sm_")), 10), [dtype], widths)
-    ]
-    return [(source.name, target, macros) for source, target, macros in dict.fromkeys(found)]
+    each = [(divmod(int(arch.removeprefix("sm_")), 10), [dtype], widths) for arch, dtype, widths in wanted]
+    found = dict.fromkeys(build for given in each for build in kernels.builds(*given))
+    return [(source.name, target, macros) for source, target, macros in found]
 
 
 @pytest.mark.parametrize("job", jobs(), ids=declared.called)

@@ -35,11 +35,8 @@ def test_where_one_is_killed_the_others_end_and_what_was_saved_is_there(tmp_path
         if not children.exists():
             os.killpg(stopped.pid, signal.SIGKILL)
             pytest.skip("the kernel does not list the children of a process")
-        (other,) = [
-            int(number)
-            for number in children.read_text().split()
-            if b"RANK=1" in Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
-        ]
+        of = {n: Path(f"/proc/{n}/environ").read_bytes().split(b"\0") for n in children.read_text().split()}
+        (other,) = (int(number) for number, environment in of.items() if b"RANK=1" in environment)
         os.kill(other, signal.SIGKILL)
         stopped.communicate(timeout=600)
     assert stopped.returncode and checkpoint.load(out)["step"] >= 10

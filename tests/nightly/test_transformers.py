@@ -99,16 +99,12 @@ def build(module: str, name: str) -> nn.Module:
 
     home = importlib.import_module(module)
     kind = getattr(home, name)
-    own = {each for each in vars(home).values() if isinstance(each, type) and issubclass(each, PreTrainedConfig)} - {
-        PreTrainedConfig
-    }
+    own = {each for each in vars(home).values() if isinstance(each, type) and issubclass(each, PreTrainedConfig)}
+    own.discard(PreTrainedConfig)
     wanted = list(inspect.signature(kind.__init__).parameters.values())[1:]
     said = str(wanted[0].annotation)
-    configs = [
-        part
-        for each in sorted(own, key=lambda each: (each.__name__ not in said, each.__name__))
-        for part in _parts(each)
-    ]
+    ordered = sorted(own, key=lambda each: (each.__name__ not in said, each.__name__))
+    configs = [part for each in ordered for part in _parts(each)]
     tried = []
     for config, whole in itertools.product(configs or [None], (False, True)):
         given = {**GIVEN, "config": config}
@@ -165,9 +161,8 @@ def answers(layer, width):
                     found = layer(x, *others(needed, x))
                 except (ValueError, IndexError, RuntimeError):  # experts take tokens without a batch
                     found = layer(x.flatten(0, 1), *others(needed, x.flatten(0, 1)))
-            given += [
-                each for each in (found if isinstance(found, tuple) else [found]) if isinstance(each, torch.Tensor)
-            ]
+            several = found if isinstance(found, tuple) else [found]
+            given += [each for each in several if isinstance(each, torch.Tensor)]
     return given
 
 
@@ -210,8 +205,6 @@ def test_every_class_is_exact_or_dense_with_a_reason():
         found = {f"{module}.{name}": outcome(module, name) for module, name in classes()}
     counts = Counter(each.partition(":")[0] for each in found.values())
     unbuilt = {name: each for name, each in found.items() if each.startswith("not built")}
-    print(f"{len(found)} classes: {dict(counts)}")
-    print("exact:", *sorted(name.rpartition(".")[2] for name, each in found.items() if each == "exact"))
     assert len(found) > 100 and counts["exact"] > 0.7 * len(found), counts
     assert len(unbuilt) < 0.05 * len(found), unbuilt
     by_class = {name.rpartition(".")[2]: each.partition(":")[0] for name, each in found.items()}

@@ -31,13 +31,10 @@ def test_a_users_program_is_checked_against_our_types(tmp_path):
 
     (tmp_path / "right.py").write_text(USER)
     (tmp_path / "wrong.py").write_text(WRONG)
-    shared = [
-        "--follow-imports=silent",
-        "--ignore-missing-imports",
-        "--config-file=",
-        f"--cache-dir={tmp_path / 'kept'}",
-    ]
-    said, trouble, _ = api.run([*shared, str(tmp_path / "right.py"), str(tmp_path / "wrong.py")])
+    shared = ["--follow-imports=silent", "--ignore-missing-imports", "--config-file="]
+    said, trouble, _ = api.run(
+        [*shared, f"--cache-dir={tmp_path / 'kept'}", str(tmp_path / "right.py"), str(tmp_path / "wrong.py")]
+    )
     assert not trouble
     right = [line for line in said.splitlines() if "right.py" in line]
     wrong = [line for line in said.splitlines() if "wrong.py" in line and "error" in line]

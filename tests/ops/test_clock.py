@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -61,15 +62,33 @@ def test_before_a_call_is_timed_the_device_is_kept_busy_for_its_host(monkeypatch
     assert found == {"it": [gigabyte_ms] * 2} and seen == first + [*["read"] * reads, "event", "event"] * 2
 
 
+def host(monkeypatch, **seconds: float):
+    """Calls that take the host so many seconds, by name, and what was called."""
+    now, seen = [0.0], []
+
+    def call(name, turn):
+        seen.append((name, turn))
+        now[0] += seconds[name]
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    return {name: partial(call, name) for name in seconds}, seen
+
+
 @pytest.mark.parametrize("seconds, turns", [(0.0, 5), (0.3, 10), (9.0, 40)])
 def test_plain_calls_take_turns_from_five_to_forty(monkeypatch, seconds, turns):
-    machines, seen = {"a": Machine(0.01, 0), "b": Machine(0.02, 0)}, []
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: sum(machine.now for machine in machines.values()))
+    calls, seen = host(monkeypatch, a=0.01, b=0.02)
+    found = clock.time_calls(calls, torch.device("cpu"), seconds=seconds, beside=999)
+    assert found == {"a": pytest.approx([10.0] * turns), "b": pytest.approx([20.0] * turns)}
+    assert [name for name, _ in seen] == ["a", "a", "b", "b"] + ["a", "b"] * (turns + 1)
 
-    def over(name):
-        return lambda turn: seen.append(name) or machines[name].call(turn)
 
-    found = clock.time_calls({name: over(name) for name in machines}, torch.device("cpu"), seconds=seconds, beside=999)
-    assert {name: len(samples) for name, samples in found.items()} == {"a": turns, "b": turns}
-    assert found["a"] == pytest.approx([10.0] * turns) and found["b"] == pytest.approx([20.0] * turns)
-    assert seen == ["a", "a", "b", "b"] + ["a", "b"] * (turns + 1)
+def test_calls_on_a_cpu_take_turns_of_twenty_and_cold_ones_of_one(monkeypatch):
+    calls, seen = host(monkeypatch, a=0.002, b=0.001)
+    found = clock.time_cpu(calls, seconds=0.6)
+    assert sorted(seen[:4]) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert seen[4:] == [(name, turn + i) for turn in range(0, 200, 20) for name in "ab" for i in range(20)]
+    assert found == {"a": pytest.approx([2.0] * 200), "b": pytest.approx([1.0] * 200)}
+    seen.clear()
+    found = clock.time_cpu(calls, seconds=0.03, cold=True)
+    assert seen[4:] == [(name, turn) for turn in range(10) for name in "ab"]
+    assert found["a"] == pytest.approx([2.0] * 10)

@@ -92,9 +92,6 @@ def test_a_second_operand_that_is_not_taken_is_named(b, version, words):
         SparseOperand(CSR.from_dense(A))(b, version)
 
 
-# ---- blocks
-
-
 @given(
     size=st.sampled_from(block_rows.SIZES),
     rows=st.integers(1, 4),

@@ -14,20 +14,12 @@ import numpy as np
 from tests.simulator.exact import MODES
 
 HEADERS = Path(__file__).resolve().parents[2] / "twell_lab" / "simulator" / "cuda"
-COMPILERS = ["g++"]
-BUILDS = [("g++", "-O1")]
 
 TYPES = {
-    "u8": ("unsigned char", np.uint8),
-    "u16": ("unsigned short", np.uint16),
-    "u32": ("unsigned int", np.uint32),
-    "u64": ("unsigned long long", np.uint64),
-    "i8": ("signed char", np.int8),
-    "i16": ("short", np.int16),
-    "i32": ("int", np.int32),
-    "i64": ("long long", np.int64),
-    "f32": ("float", np.float32),
-    "f64": ("double", np.float64),
+    **{"u8": ("unsigned char", np.uint8), "u16": ("unsigned short", np.uint16), "u32": ("unsigned int", np.uint32)},
+    **{"u64": ("unsigned long long", np.uint64), "i8": ("signed char", np.int8), "i16": ("short", np.int16)},
+    **{"i32": ("int", np.int32), "i64": ("long long", np.int64)},
+    **{"f32": ("float", np.float32), "f64": ("double", np.float64)},
 }
 INTEGERS = {"short": "i16", "ushort": "u16", "int": "i32", "uint": "u32", "ll": "i64", "ull": "u64"}
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -193,11 +185,11 @@ def source(functions: dict) -> str:
     return SOURCE + mapped
 
 
-def compile(compiler: str, code: str, to: Path, *flags: str) -> Path:
+def compile(code: str, to: Path, *flags: str) -> Path:
     """Builds `to` from C++ text; a warning of the compiler is an error."""
     to.with_suffix(".cpp").write_text(code)
     flags = ("-std=c++17", "-Wall", "-Wextra", "-fPIC", "-ffp-contract=off", f"-I{HEADERS}", *flags)
-    command = [compiler, *flags, str(to.with_suffix(".cpp")), "-o", str(to)]
+    command = ["g++", *flags, str(to.with_suffix(".cpp")), "-o", str(to)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr[:4000]
     return to
@@ -219,10 +211,10 @@ class Intrinsics:
         return result
 
 
-def build(compiler: str, level: str, folder: Path, *, sixteen: bool) -> Intrinsics:
+def build(folder: Path, *, sixteen: bool) -> Intrinsics:
     """Compiled with those of FUNCTIONS that take 16-bit floats, or with the others."""
     chosen = {name: parts for name, parts in FUNCTIONS.items() if name.startswith(("half_", "bfloat16_")) == sixteen}
-    return Intrinsics(compile(compiler, source(chosen), folder / "intrinsics.so", "-shared", level))
+    return Intrinsics(compile(source(chosen), folder / "intrinsics.so", "-shared", "-O1"))
 
 
 def some_integers(kind: str) -> np.ndarray:

@@ -11,19 +11,20 @@ import torch
 
 from tests.simulator import intrinsics
 from tests.simulator.exact import BFLOAT16, HALF, MODES, Format, bits_of, exact_sum, same, to_integer
-from tests.simulator.intrinsics import BUILDS, COMPARISONS, FUNCTIONS, INTEGERS, TYPES
-
-if not BUILDS:
-    pytest.skip("needs a C++ compiler", allow_module_level=True)
+from tests.simulator.intrinsics import COMPARISONS, FUNCTIONS, INTEGERS, TYPES
+from twell_lab import simulator
 
 ALL = np.arange(65536, dtype=np.uint16)
 FORMATS = pytest.mark.parametrize("f", [HALF, BFLOAT16], ids=str)
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN and infinities
+pytestmark = [
+    pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of NaN and infinities
+]
 
 
-@pytest.fixture(scope="module", params=BUILDS, ids=" ".join)
-def run(request, tmp_path_factory) -> intrinsics.Intrinsics:
-    return intrinsics.build(*request.param, tmp_path_factory.mktemp("arithmetic"), sixteen=True)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> intrinsics.Intrinsics:
+    return intrinsics.build(tmp_path_factory.mktemp("arithmetic"), sixteen=True)
 
 
 @cache
@@ -43,9 +44,6 @@ def specials(f: Format) -> np.ndarray:
     near = [place + off for place in (f.step, f.one, f.infinity) for off in (-1, 0, 1)]
     sizes = [*range(4), *near, f.one - f.step, f.one + f.step, f.nan]
     return np.array([sign | size for sign in (0, f.sign) for size in sizes], np.uint16)
-
-
-# ---- conversions
 
 
 @FORMATS
@@ -134,9 +132,6 @@ def test_a_thread_that_flushes_its_subnormals_changes_nothing(run):
         torch.set_flush_denormal(False)
     for (_, given), was, now in zip(cases, before, after, strict=True):
         same(now, bits_of(was), given)
-
-
-# ---- arithmetic
 
 
 @cache

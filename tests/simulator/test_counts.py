@@ -61,13 +61,6 @@ def test_a_larger_launch_is_predicted_from_a_small_one():
     assert grown.footprints == large.footprints
 
 
-def test_weights_do_not_grow_with_the_rows():
-    counts = block_sum().counts
-    assert counts.scaled(100).unique_bytes("x", "read") == 100 * 256
-    assert counts.scaled(100, same_size=["x"]).unique_bytes("x", "read") == 256
-    assert counts.scaled(100, same_size=["x"]).global_reads.bytes == 100 * 256
-
-
 def test_the_prediction_is_the_slowest_part():
     counts = Counts(
         global_reads=Traffic(requests=1, sectors=100, lines=25),
@@ -95,13 +88,6 @@ def test_rows_that_the_cache_does_not_keep_come_from_memory_again():
     assert memory(0, {"w": often}) == pytest.approx(140)
     with pytest.raises(InputError, match="'x'.*touched w"):
         memory(0, {"x": often})
-
-
-def test_as_text():
-    text = str(block_sum().counts).splitlines()
-    assert text[0] == "global reads: 2 requests, 64 accesses, 256 bytes, 8 sectors, 2 lines, 100% coalescing"
-    assert text[-2] == "y: 128 different bytes read, 128 written"
-    assert text[-1] == "64 threads, 0 collectives, 4 barriers, 0 divergent branches"
 
 
 def test_what_is_refused():

@@ -85,14 +85,6 @@ def test_few_rows_of_many_entries(rows, gated, dtype):
     check(layer, rows, gated, step=8 * len(rows))
 
 
-def test_neighbours_share_the_pool():
-    gate = gate_of(0.05, 40, 600, torch.bfloat16).clamp(max=0)
-    gate[16, 256:288], gate[18, 250:300], gate[20, 260:295], gate[21, 256:290] = 1.0, 2.0, 3.0, 4.0
-    layer = Pooled.draw(gate, 64, biases=True)
-    assert not packed_and_pool(gate)[2].any()
-    check(layer, [21, 18, 20])
-
-
 def test_rows_that_are_not_finite():
     rows = [3, 17, 30]
     gate = heavy(40, 300, rows, 0.15)

@@ -12,34 +12,28 @@ import pytest
 
 from tests.simulator import intrinsics
 from tests.simulator.exact import FLOAT32, MODES, bits_of, exact_sum, same, to_integer
-from tests.simulator.intrinsics import BUILDS, COMPILERS, INTEGERS, TYPES
+from tests.simulator.intrinsics import INTEGERS, TYPES
+from twell_lab import simulator
 
-if not BUILDS:
-    pytest.skip("needs a C++ compiler", allow_module_level=True)
-
+pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 WIDE = {name: kind for name, kind in INTEGERS.items() if not name.endswith("short")}
 NAN32 = 0x7FFFFFFF
 
 
-@pytest.fixture(scope="module", params=BUILDS, ids=" ".join)
-def run(request, tmp_path_factory) -> intrinsics.Intrinsics:
-    return intrinsics.build(*request.param, tmp_path_factory.mktemp("intrinsics"), sixteen=False)
-
-
-# ---- the C++ itself
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> intrinsics.Intrinsics:
+    return intrinsics.build(tmp_path_factory.mktemp("intrinsics"), sixteen=False)
 
 
 def test_types_overloads_and_what_needs_no_arrays(run):
     assert run.library.odds_and_ends() == 0
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_compiles_without_a_warning(compiler, tmp_path):
-    intrinsics.compile(compiler, intrinsics.SOURCE, tmp_path / "it.o", "-c", "-O2")
+def test_compiles_without_a_warning(tmp_path):
+    intrinsics.compile(intrinsics.SOURCE, tmp_path / "it.o", "-c", "-O2")
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_a_watched_build_sees_nothing_of_an_intrinsic(compiler, tmp_path):
+def test_a_watched_build_sees_nothing_of_an_intrinsic(tmp_path):
     # The function around them would be seen, so it is left out as they are. One that is not shows that the flags act.
     code = """
         #include <cuda_fp16.h>
@@ -49,14 +43,9 @@ def test_a_watched_build_sees_nothing_of_an_intrinsic(compiler, tmp_path):
         }}"""
     flags = ("-c", "-O0", "-fsanitize=thread", "-finstrument-functions")
     seen = (b"__cyg_profile_func_enter", b"__tsan_read", b"__tsan_write")
-    built = [
-        intrinsics.compile(compiler, code.format(how), tmp_path / "it.o", *flags).read_bytes()
-        for how in ("SIM_UNWATCHED", "")
-    ]
-    assert [any(name in text for name in seen) for text in built] == [False, True]
-
-
-# ---- conversions
+    for how in ("SIM_UNWATCHED", ""):
+        text = intrinsics.compile(code.format(how), tmp_path / "it.o", *flags).read_bytes()
+        assert any(name in text for name in seen) == (how == "")
 
 
 @pytest.mark.parametrize("name", WIDE)
@@ -93,9 +82,6 @@ def test_doubles_are_rounded_to_float_as_named(run, mode):
     nans = np.array([0x7FF4000000000000, 0xFFF8000000000000, 0x7FFABCDEF0123456], np.uint64)
     wanted = [0x7FE00000, 0xFFC00000, 0x7FD5E6F7]  # the sign, the quiet bit, the top of the payload
     same(run(f"double2float_{mode}", nans.view(np.float64)), wanted, nans)
-
-
-# ---- float arithmetic
 
 
 @cache
@@ -148,9 +134,6 @@ def test_saturate_greatest_and_least(run):
             other = np.where(nan_x, np.where(nan_y, both, q), p)
             for name, is_x in {"max": (a > b) | ((a == b) & (p <= q)), "min": (a < b) | ((a == b) & (p >= q))}.items():
                 same(run(f"{name}_{kind}", a, b), np.where(nan_x | nan_y, other, np.where(is_x, p, q)), a, b)
-
-
-# ---- bits and integers
 
 
 def signed(value: int, bits: int) -> int:

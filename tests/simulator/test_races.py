@@ -22,11 +22,7 @@ COMMON = """
 #define B ((int)blockIdx.x)
 #define N ((int)blockDim.x)
 #define ALL 0xffffffffu
-__device__ int counter, other_counter, total, table[64], flags[64];
-__constant__ int fixed[4] = {1, 2, 3, 4};
-struct Pair { float re, im; };
-__device__ int deep(int n) { return n ? 1 + deep(n - 1) : 0; }
-__device__ int endless(int n) { return n == -5 ? 0 : 1 + endless(n + 1); }
+__device__ int counter, total, table[64];
 __device__ int warp_sum(int v) {
     for (int by = 16; by; by /= 2) v += __shfl_down_sync(ALL, v, by);
     return v;
@@ -60,38 +56,24 @@ def kernels(text: str) -> dict[str, Kernel]:
 WRONG = """
 # SharedRace
 reversed: __shared__ int s[64]; s[T] = x[T]; a[T] = s[63 - T];
-neighbour: __shared__ int s[64]; s[T] = x[T]; a[T] = s[T ? T - 1 : 0];
 one_writes_all_read: __shared__ int s; if (T == 0) s = 5; a[T] = s;
-all_write_one: __shared__ int s; s = T; __syncthreads(); a[T] = s;
 reduction_without_the_inner_barrier: __shared__ int s[64]; s[T] = x[T]; __syncthreads(); for (int by = 32; by; by /=
     2) if (T < by) s[T] += s[T + by]; if (T == 0) a[0] = s[0];
 scan_in_place: __shared__ int s[64]; s[T] = x[T]; __syncthreads(); for (int by = 1; by < 64; by *= 2) { if (T >= by)
     s[T] += s[T - by]; __syncthreads(); } a[T] = s[T];
-next_tile_too_early: __shared__ int s[64]; int sum = 0; for (int t = 0; t < 4; ++t) { s[T] = x[64 * t + T];
-    __syncthreads(); sum += s[63 - T]; } a[T] = sum;
 warp_sync_between_warps: __shared__ int s[64]; s[T] = x[T]; __syncwarp(); a[T] = s[63 - T];
 warp_without_sync <<<1, 32>>>: __shared__ int s[64]; s[T] = x[T]; a[T] = s[T ^ 1];
-volatile_shared <<<1, 32>>>: __shared__ volatile int s[64]; s[T] = x[T]; a[T] = s[T ^ 1];
 zeroed_then_counted: __shared__ int s; if (T == 0) s = 0; atomicAdd(&s, 1); __syncthreads(); a[T] = s;
 counted_then_read: __shared__ int s; if (T == 0) s = 0; __syncthreads(); atomicAdd(&s, 1); if (T == 63) a[0] = s;
-counted_then_cleared: __shared__ int s; if (T == 0) s = 0; __syncthreads(); atomicAdd(&s, 1); if (T == 63) s = 0; a[T]
-    = T;
-bytes_of_one_word_shared: __shared__ char s[64]; s[T] = 1; s[T ^ 1] = 2; __syncthreads(); a[T] = s[T];
 # GlobalRace
 global_reversed: a[T] = x[T]; b[T] = a[63 - T];
 shift_in_place: a[T] = a[T + 1];
-one_word_of_all: a[0] += x[T];
 one_word_of_blocks <<<8, 1>>>: a[0] += 1;
-same_value_of_blocks <<<2, 64>>>: a[T] = 1;
 block_reads_anothers <<<2, 64>>>: a[64 * B + T] = x[T]; b[T] = a[T];
 block_overwrites_what_another_reads <<<2, 64>>>: if (B == 0) b[T] = a[T]; else a[T] = 1;
-stored_then_counted: if (T == 0) a[0] = 5; atomicAdd(a, 1);
 global_counted_then_read: atomicAdd(a, 1); if (T == 63) a[1] = a[0];
 read_beside_atomics: if (a[0] < 50) atomicAdd(a, 1);
-atomic_elsewhere <<<8, 1>>>: atomicAdd(b, 1); a[0] += 1;
-device_array: table[T] = T; a[T] = table[63 - T];
 device_variable <<<8, 1>>>: total += 1;
-device_variable_read: atomicAdd(&total, 1); a[T] = total;
 last_block_without_fence <<<8, 1>>>: a[1 + B] = 1; if (atomicAdd(&counter, 1) == 7) { for (int i = 0; i < 8; ++i) a[0]
     += a[1 + i]; counter = 0; }
 last_block_without_barrier <<<4, 64>>>: __shared__ bool last; b[64 * B + T] = 1; __threadfence(); if (T == 0) last =
@@ -103,14 +85,11 @@ volatile_flag_without_fence <<<2, 1>>>: volatile int* flag = b; if (B == 0) { a[
     (!*flag) {} a[1] = a[0]; }
 fence_of_the_block_for_the_grid <<<2, 1>>>: if (B == 0) { a[0] = 7; __threadfence_block(); atomicExch(b, 1); } else {
     while (!atomicAdd(b, 0)) {} a[1] = a[0]; }
-fence_after_the_flag <<<2, 1>>>: if (B == 0) { a[0] = 7; atomicExch(b, 1); __threadfence(); } else { while
-    (!atomicAdd(b, 0)) {} a[1] = a[0]; }
 another_flag <<<2, 1>>>: if (B == 0) { a[0] = 7; __threadfence(); atomicExch(b, 1); } else { atomicAdd(b + 1, 0); a[1]
     = a[0]; }
 vector_over_a_scalar: if (T == 0) *(int4*)a = make_int4(1, 2, 3, 4); else a[T % 4] = 1;
 halves_of_one_word: ((short*)a)[T / 2] = 1;
 # MismatchedBarrier
-barrier_in_a_branch: if (T < 32) __syncthreads(); a[T] = 1; __syncthreads();
 two_barriers: if (T < 32) __syncthreads(); else { a[T] = 1; __syncthreads(); }
 barrier_in_an_uneven_loop: for (int i = 0; i < 1 + T / 32; ++i) __syncthreads(); a[T] = 1; __syncthreads();
 shuffle_in_a_branch <<<1, 32>>>: int v = T; if (T < 16) v = __shfl_sync(ALL, v, 0); else __syncwarp(); a[T] = v;
@@ -122,73 +101,25 @@ two_masks <<<1, 32>>>: a[T] = __shfl_xor_sync(T < 16 ? 0x1ffffu : ALL, T, 1);
 sync_with_two_masks <<<1, 32>>>: __syncwarp(T < 16 ? 0x1ffffu : ALL); a[T] = T;
 mask_without_the_caller <<<1, 32>>>: a[T] = __shfl_sync(0xffffu, T, 0);
 lane_out_of_the_mask <<<1, 32>>>: if (T < 16) a[T] = __shfl_sync(0xffffu, T, 20);
-width_24 <<<1, 32>>>: a[T] = __shfl_xor_sync(ALL, T, 1, 24);
-width_0 <<<1, 32>>>: a[T] = __shfl_sync(ALL, T, 1, 0);
 width_64 <<<1, 32>>>: a[T] = __shfl_down_sync(ALL, T, 1, 64);
 # OutOfBounds
-past_the_end: a[1024 + T] = 1;
-before_the_start: a[T - 1] = x[T];
-past_the_end_of_shared: __shared__ int s[64]; s[T + 1] = x[T]; a[T] = 1;
 past_the_end_of_a_device_array: table[T + 1] = 1;
 negative_shared: __shared__ int s[64]; s[T - 1] = x[T]; a[T] = 1;
-own_array: int own[4] = {}; for (int i = 0; i <= 4; ++i) own[i] = x[i]; a[T] = own[0];
 # Misaligned
-vector_at_a_word: int4 v = ((const int4*)(x + 1))[T]; a[T] = v.x;
-float_at_a_byte: __shared__ char s[64]; s[T] = 1; __syncthreads(); a[T] = (int)*(float*)(s + 1);
-float_at_two_bytes: __shared__ char s[64]; s[T] = 1; __syncthreads(); a[T] = (int)*(float*)(s + 2);
-double_at_four_bytes: __shared__ double s[8]; if (T == 0) s[0] = s[1] = 1; __syncthreads(); a[T] =
-    (int)*(double*)((char*)s + 4);
-double_stored_at_four_bytes: __shared__ double s[8]; if (T == 0) *(double*)((char*)s + 12) = 1; a[T] = T;
 float2_at_four_bytes: __shared__ float2 s[4]; if (T < 4) s[T] = make_float2(T, T); __syncthreads(); float2 v =
     *(float2*)((float*)s + 1); a[T] = (int)v.x;
 float4_at_eight_bytes: if (T == 0) { float4* to = (float4*)(table + 2); *to = make_float4(1, 2, 3, 4); }
-# UninitialisedRead
-unwritten_shared: __shared__ int s[64]; if (T < 32) s[T] = 1; __syncthreads(); a[T] = s[T];
-unzeroed_count: __shared__ int s; atomicAdd(&s, 1); __syncthreads(); a[T] = s;
-# ConstantWrite
-constant_written: int* p = (int*)fixed; p[T % 4] = 1;
-# DivisionByZero
-division: a[T] = 5 / (x[T] - x[T]);
-# StackOverflow
-endless_recursion: a[T] = endless(x[T] & 1);
-large_own_array: char own[600 << 10]; own[T] = 1; own[500000] = 2; a[T] = own[T];
-# AssertionFault
-assertion: assert(x[T] > 100);
 """
 RIGHT = """
-copy: a[T] = x[T];
-guarded <<<2, 64>>>: int i = 64 * B + T; if (i < 100) a[i] = 2 * x[i];
 reversed: __shared__ int s[64]; s[T] = x[T]; __syncthreads(); a[T] = s[63 - T];
-reversed_in_global: a[T] = x[T]; __syncthreads(); b[T] = a[63 - T]; __syncthreads(); a[T] = b[T];
-neighbours_with_halo <<<2, 64>>>: __shared__ int s[66]; s[T + 1] = x[64 * B + T]; if (T == 0) s[0] = B ? x[64 * B - 1]
-    : 0; if (T == 63) s[65] = x[64 * B + 64]; __syncthreads(); a[64 * B + T] = s[T] + s[T + 1] + s[T + 2];
-reduction: __shared__ int s[64]; s[T] = x[T]; __syncthreads(); for (int by = 32; by; by /= 2) { if (T < by) s[T] +=
-    s[T + by]; __syncthreads(); } if (T == 0) a[0] = s[0];
 reduction_of_a_warp <<<1, 32>>>: int v = warp_sum(x[T]); if (T == 0) a[0] = v;
-reduction_of_warps: __shared__ int s[2]; int v = warp_sum(x[T]); if (T % 32 == 0) s[T / 32] = v; __syncthreads(); if
-    (T == 0) a[0] = s[0] + s[1];
-butterfly: int v = x[T]; for (int by = 16; by; by /= 2) v += __shfl_xor_sync(ALL, v, by); a[T] = v;
 warp_exchange: __shared__ int s[64]; s[T] = x[T]; __syncwarp(); a[T] = s[T ^ 1];
-scan: __shared__ int s[2][64]; int from = 0; s[0][T] = x[T]; __syncthreads(); for (int by = 1; by < 64; by *= 2) { s[1
-    - from][T] = s[from][T] + (T >= by ? s[from][T - by] : 0); from = 1 - from; __syncthreads(); } a[T] = s[from][T];
 scan_in_place: __shared__ int s[64]; s[T] = x[T]; __syncthreads(); for (int by = 1; by < 64; by *= 2) { int v = T >=
     by ? s[T - by] : 0; __syncthreads(); s[T] += v; __syncthreads(); } a[T] = s[T];
-scan_by_shuffles <<<1, 32>>>: int v = x[T]; for (int by = 1; by < 32; by *= 2) { int u = __shfl_up_sync(ALL, v, by);
-    if (T >= by) v += u; } a[T] = v;
-histogram <<<8, 64>>>: atomicAdd(&a[x[64 * B + T] + 9], 1);
-histogram_in_shared <<<8, 64>>>: __shared__ int s[19]; if (T < 19) s[T] = 0; __syncthreads(); atomicAdd(&s[x[64 * B +
-    T] + 9], 1); __syncthreads(); if (T < 19) atomicAdd(&a[T], s[T]);
 counted_then_read: __shared__ int s; if (T == 0) s = 0; __syncthreads(); atomicAdd(&s, 1); __syncthreads(); a[T] = s;
-maximum <<<8, 64>>>: atomicMax(a, x[64 * B + T]);
 appended: if (x[T] > 0) { int i = atomicAdd(b, 1); a[i] = 1; }
 compacted_by_ballot <<<1, 32>>>: unsigned fires = __ballot_sync(ALL, x[T] > 0); if (x[T] > 0) a[__popc(fires & ((1u <<
     T) - 1))] = x[T];
-compare_and_swap <<<1, 1>>>: int old = a[0] * 0; for (;;) { int seen = atomicCAS(a, old, old + x[T]); if (seen == old)
-    break; old = seen; }
-two_pass_sum <<<4, 64>>>: atomicAdd(&b[B], x[64 * B + T]); __threadfence(); __syncthreads(); if (T == 0 &&
-    atomicAdd(&counter, 1) == 3) { for (int i = 0; i < 4; ++i) a[0] += b[i]; counter = 0; }
-last_block <<<8, 64>>>: __shared__ bool last; if (T == 0) { b[B] = 1; __threadfence(); last = atomicAdd(&counter, 1)
-    == 7; } __syncthreads(); if (last && T == 0) { for (int i = 0; i < 8; ++i) a[0] += b[i]; counter = 0; }
 last_block_all_write <<<4, 64>>>: __shared__ bool last; b[64 * B + T] = x[64 * B + T]; __syncthreads(); if (T == 0) {
     __threadfence(); last = atomicAdd(&counter, 1) == 3; } __syncthreads(); if (!last) return; int sum = 0; for (int i
     = 0; i < 4; ++i) sum += b[64 * i + T]; a[T] = sum; if (T == 0) counter = 0;
@@ -214,76 +145,33 @@ ticket <<<6, 1>>>: int mine = atomicAdd(b, 1); while (atomicAdd(b + 1, 0) != min
     __threadfence(); atomicAdd(b + 1, 1);
 double_buffer: __shared__ int s[2][64]; int sum = 0; s[0][T] = x[T]; __syncthreads(); for (int t = 0; t < 4; ++t) { if
     (t < 3) s[(t + 1) % 2][T] = x[64 * (t + 1) + T]; sum += s[t % 2][63 - T]; __syncthreads(); } a[T] = sum;
-tiles_with_both_barriers: __shared__ int s[64]; int sum = 0; for (int t = 0; t < 4; ++t) { s[T] = x[64 * t + T];
-    __syncthreads(); sum += s[63 - T]; __syncthreads(); } a[T] = sum;
 producer_and_consumer_warps: __shared__ int s[2][32]; for (int t = 0; t < 5; ++t) { if (T < 32 && t < 4) s[t % 2][T] =
     x[32 * t + T]; if (T >= 32 && t) a[32 * (t - 1) + T - 32] = s[(t - 1) % 2][T - 32]; __syncthreads(); }
-matrix_product: __shared__ int p[8][8], q[8][8]; int i = T / 8, j = T % 8; p[i][j] = x[T]; q[i][j] = x[64 + T];
-    __syncthreads(); int sum = 0; for (int k = 0; k < 8; ++k) sum += p[i][k] * q[k][j]; a[T] = sum;
-transpose: __shared__ int s[8][9]; s[T / 8][T % 8] = x[T]; __syncthreads(); a[T] = s[T % 8][T / 8];
-early_exit: if (T >= 40) return; __syncthreads(); a[T] = x[T];
 early_exit_of_lanes <<<1, 32>>>: if (T >= 20) return; a[T] = __shfl_sync(ALL, x[T], 3);
 part_of_a_warp <<<1, 32>>>: int v = x[T]; if (T < 16) v = __shfl_xor_sync(0xffffu, v, 1); __syncwarp(); a[T] = v;
-narrow_shuffle <<<1, 32>>>: a[T] = __shfl_sync(ALL, x[T], 0, 8);
 function_called_at_two_places <<<2, 32>>>: int v; if (B) v = warp_sum(x[T]); else v = warp_sum(2 * x[T]); if (T == 0)
     a[B] = v;
-any_and_all: bool any = __syncthreads_or(x[T] > 8), all = __syncthreads_and(x[T] > -10); a[T] = any + 2 * all + 4 *
-    (__syncthreads_count(x[T] > 0) > 0);
-grid_stride <<<2, 64>>>: for (int i = 64 * B + T; i < 1000; i += 128) a[i] = x[i] + 1;
-vectors: ((int4*)a)[T] = ((const int4*)x)[T];
-structs <<<1, 32>>>: Pair* to = (Pair*)a; Pair p; p.re = x[T], p.im = 0; to[T] = p; Pair q = to[T]; b[T] = (int)q.re;
-    __syncthreads(); a[T] = 0; __syncthreads(); a[T] = b[T];
-struct_at_a_word: if (T == 0) { Pair* to = (Pair*)(a + 1); Pair p; p.re = 1, p.im = 2; *to = p; a[1] = (int)to->im;
-    a[2] = 0; }
-bytes_apart: ((char*)a)[T] = 1;
-recursion: a[T] = deep(80);
-own_array: int own[16]; for (int i = 0; i < 16; ++i) own[i] = x[i] * T; a[T] = own[15];
-device_array: table[T] = x[T]; __syncthreads(); a[T] = table[63 - T];
-constant: a[T] = fixed[T % 4];
-rows_of_warps <<<2, 64>>>: int row = 2 * B + T / 32, v = warp_sum(x[32 * row + T % 32]); if (T % 32 == 0) a[row] = v;
-maximum_by_index: __shared__ int best; if (T == 0) best = -100; __syncthreads(); atomicMax(&best, x[T]);
-    __syncthreads(); a[T] = x[T] == best;
 odd_even_sort: __shared__ int s[64]; s[T] = x[T]; __syncthreads(); for (int i = 0; i < 64; ++i) { int j = 2 * T + i %
     2; if (j < 63 && s[j] > s[j + 1]) { int v = s[j]; s[j] = s[j + 1]; s[j + 1] = v; } __syncthreads(); } a[T] = s[T];
-stencil_two_buffers: a[T] = x[T]; __syncthreads(); for (int i = 0; i < 2; ++i) { b[T] = a[T] + (T ? a[T - 1] : 0);
-    __syncthreads(); a[T] = b[T]; __syncthreads(); }
 work_queue <<<3, 64>>>: for (;;) { int i = atomicAdd(b, 1); if (i >= 100) break; a[i] = 3 * x[i]; }
-match <<<1, 32>>>: a[T] = __popc(__match_any_sync(ALL, T % 4));
-reduce_by_hardware <<<1, 32>>>: a[T] = __reduce_add_sync(ALL, x[T]);
 exchange_of_half_a_warp: __shared__ int s[64]; unsigned half = T % 32 < 16 ? 0xffffu : 0xffff0000u; s[T] = x[T];
     __syncwarp(half); a[T] = s[T ^ 8] + __popc(__ballot_sync(half, T % 3 == 0));
 chain_of_syncwarps: __shared__ int s; if (T == 0) s = x[0]; if (T < 2) __syncwarp(3u); if (T == 1 || T == 2)
     __syncwarp(6u); if (T == 2) a[0] = s;
 writer_after_readers: __shared__ int s; for (int i = 0; i < 3; ++i) { if (T == i) s = x[i]; __syncthreads(); a[T] = s
     + i; __syncthreads(); }
-own_element: __shared__ int s[64]; s[T] = 0; for (int i = 0; i < 6; ++i) s[T] += x[i], a[T] = s[T];
 vote_before_exit: if (__syncthreads_or(x[T] > 9) || T % 32 >= 8) return; a[T] = __shfl_sync(ALL, x[T], 0);
 memset_apart: memset(a + 4 * T, 1, 16);
 """
 # x -> what the first values of a are after a right kernel.
 VALUES = {
-    "copy": lambda x: x[:64],
-    "guarded": lambda x: 2 * x[:100],
     "reversed": lambda x: x[63::-1],
-    "reversed_in_global": lambda x: x[63::-1],
-    "neighbours_with_halo": lambda x: np.convolve(np.concatenate([[0], x[:129]]), [1, 1, 1], "valid")[:128],
-    "reduction": lambda x: [x[:64].sum()],
     "reduction_of_a_warp": lambda x: [x[:32].sum()],
-    "reduction_of_warps": lambda x: [x[:64].sum()],
-    "butterfly": lambda x: np.repeat([x[:32].sum(), x[32:64].sum()], 32),
     "warp_exchange": lambda x: x[:64].reshape(-1, 2)[:, ::-1],
-    "scan": lambda x: np.cumsum(x[:64]),
     "scan_in_place": lambda x: np.cumsum(x[:64]),
-    "scan_by_shuffles": lambda x: np.cumsum(x[:32]),
-    "histogram": lambda x: np.bincount(x[:512] + 9, minlength=19),
-    "histogram_in_shared": lambda x: np.bincount(x[:512] + 9, minlength=19),
     "counted_then_read": lambda x: np.full(64, 64),
-    "maximum": lambda x: [max(0, x[:512].max())],
     "appended": lambda x: np.ones((x[:64] > 0).sum()),
     "compacted_by_ballot": lambda x: x[:32][x[:32] > 0],
-    "compare_and_swap": lambda x: [x[0]],
-    "two_pass_sum": lambda x: [x[:256].sum()],
-    "last_block": lambda x: [8],
     "last_block_all_write": lambda x: x[:256].reshape(4, 64).sum(0),
     "last_block_fence_before_barrier": lambda x: x[:256].reshape(4, 64).sum(0),
     "last_warp": lambda x: x[:128].reshape(4, 32).sum(0),
@@ -295,61 +183,39 @@ VALUES = {
     "lock": lambda x: [x[:6].sum()],
     "ticket": lambda x: [x[:6].sum()],
     "double_buffer": lambda x: x[:256].reshape(4, 64)[:, ::-1].sum(0),
-    "tiles_with_both_barriers": lambda x: x[:256].reshape(4, 64)[:, ::-1].sum(0),
     "producer_and_consumer_warps": lambda x: x[:128],
-    "matrix_product": lambda x: x[:64].reshape(8, 8) @ x[64:128].reshape(8, 8),
-    "transpose": lambda x: x[:64].reshape(8, 8).T,
-    "early_exit": lambda x: x[:40],
     "early_exit_of_lanes": lambda x: [x[3]] * 20,
     "part_of_a_warp": lambda x: np.concatenate([x[:16].reshape(-1, 2)[:, ::-1].ravel(), x[16:32]]),
-    "narrow_shuffle": lambda x: np.repeat(x[:32:8], 8),
     "function_called_at_two_places": lambda x: [2 * x[:32].sum(), x[:32].sum()],
-    "any_and_all": lambda x: np.full(64, (x[:64] > 8).any() + 2 + 4),
-    "grid_stride": lambda x: x[:1000] + 1,
-    "vectors": lambda x: x[:256],
-    "structs": lambda x: x[:32],
-    "struct_at_a_word": lambda x: [0, 2, 0],
-    "bytes_apart": lambda x: np.full(16, 0x01010101),
-    "recursion": lambda x: np.full(64, 80),
-    "own_array": lambda x: x[15] * np.arange(64),
-    "device_array": lambda x: x[63::-1],
-    "constant": lambda x: np.tile([1, 2, 3, 4], 16),
-    "rows_of_warps": lambda x: x[:128].reshape(4, 32).sum(1),
-    "maximum_by_index": lambda x: x[:64] == x[:64].max(),
     "odd_even_sort": lambda x: np.sort(x[:64]),
-    "stencil_two_buffers": lambda x: np.convolve(x[:64], [1, 2, 1])[:64],
     "work_queue": lambda x: 3 * x[:100],
-    "match": lambda x: np.full(32, 8),
-    "reduce_by_hardware": lambda x: np.full(32, x[:32].sum()),
     "exchange_of_half_a_warp": lambda x: (
         x[np.arange(64) ^ 8] + np.repeat((np.arange(64) % 3 == 0).reshape(4, 16).sum(1), 16)
     ),
     "chain_of_syncwarps": lambda x: [x[0]],
     "writer_after_readers": lambda x: np.full(64, x[2] + 2),
-    "own_element": lambda x: np.full(64, x[:6].sum()),
     "vote_before_exit": lambda x: np.repeat([x[0], 0, x[32], 0], [8, 24, 8, 24]),
     "memset_apart": lambda x: np.full(256, 0x01010101),
 }
 
 WRONG, RIGHT = kernels(WRONG), kernels(RIGHT)
+KERNELS = {"wrong": WRONG, "right": RIGHT}
+SIGNATURE = 'extern "C" __global__ void {}(int* a, int* b, const int* x) {{'
 
 # Where compute-sanitizer, of kernels built by nvcc -O3, reports nothing and the simulator a fault, and why.
 WHY = {
-    "racecheck looks at shared memory alone": """global_reversed shift_in_place one_word_of_all one_word_of_blocks
-        same_value_of_blocks block_reads_anothers block_overwrites_what_another_reads stored_then_counted
-        global_counted_then_read read_beside_atomics atomic_elsewhere device_array device_variable device_variable_read
-        last_block_without_fence last_block_without_barrier flag_without_fence volatile_flag_without_fence
-        fence_of_the_block_for_the_grid fence_after_the_flag another_flag vector_over_a_scalar halves_of_one_word""",
+    "racecheck looks at shared memory alone": """global_reversed shift_in_place one_word_of_blocks block_reads_anothers
+        block_overwrites_what_another_reads global_counted_then_read read_beside_atomics
+        device_variable last_block_without_fence last_block_without_barrier
+        flag_without_fence volatile_flag_without_fence fence_of_the_block_for_the_grid another_flag
+        vector_over_a_scalar halves_of_one_word""",
     "one thread writes a word that others read or count; why racecheck reports nothing was not looked for": """
-        one_writes_all_read zeroed_then_counted counted_then_read counted_then_cleared""",
+        one_writes_all_read zeroed_then_counted counted_then_read""",
     "synccheck looks at barriers; what these operations are given is undefined, and not checked": """shuffle_at_two_places
-        ballot_at_two_places mask_without_the_caller lane_out_of_the_mask width_24 width_0 width_64""",
-    "memcheck reports nothing of what lies beside a static array of a block or of the program": """past_the_end_of_shared
-        negative_shared past_the_end_of_a_device_array""",
-    "the compiler keeps the array in registers, loads the one word that is used, or leaves out what is never read": """
-        own_array vector_at_a_word float2_at_four_bytes double_stored_at_four_bytes""",
-    "a division by zero has some value on a GPU, and no tool looks for one": "division",
-    "initcheck looks at global memory alone": "unwritten_shared unzeroed_count",
+        ballot_at_two_places mask_without_the_caller lane_out_of_the_mask width_64""",
+    "memcheck reports nothing of what lies beside a static array of a block or of the program": """negative_shared
+        past_the_end_of_a_device_array""",
+    "the compiler loads the one word that is used": "float2_at_four_bytes",
 }
 # The one right kernel that a tool reports: racecheck warns of a read that a chain of two __syncwarp, each of other lanes,
 # has behind the write. What a __syncwarp orders is ordered for its lanes, and order is passed on.
@@ -361,16 +227,8 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 def program(tmp_path_factory):
     """Every kernel of both tables in one file, so that the compiler starts once."""
     path = tmp_path_factory.mktemp("races") / "races.cu"
-    cases = {f"wrong_{name}": case for name, case in WRONG.items()} | {
-        f"right_{name}": case for name, case in RIGHT.items()
-    }
-    path.write_text(
-        COMMON
-        + "".join(
-            f'extern "C" __global__ void {name}(int* a, int* b, const int* x) {{\n{case.body}\n}}\n'
-            for name, case in cases.items()
-        )
-    )
+    every = ((f"{kind}_{name}", case) for kind, cases in KERNELS.items() for name, case in cases.items())
+    path.write_text(COMMON + "".join(SIGNATURE.format(name) + case.body + "}\n" for name, case in every))
     return simulator.compile(path)
 
 
@@ -410,17 +268,10 @@ def reports() -> dict[str, dict[str, str]]:
     return {row["kernel"]: row for row in max(found, key=lambda record: record.date).rows}
 
 
-def test_the_record_has_the_kernels_of_both_tables():
-    assert set(reports()) == {f"wrong_{name}" for name in WRONG} | {f"right_{name}" for name in RIGHT}
-
-
-def test_right_kernels_give_numpys_values_on_the_gpu():
-    said = {kernel: row["plain"] for kernel, row in reports().items() if kernel.startswith("right_")}
-    assert said == dict.fromkeys(said, "NumPy's values")
-
-
 def test_where_compute_sanitizer_says_otherwise_the_table_says_why():
-    reported = {kernel: any(row[tool] != "nothing" for tool in TOOLS) for kernel, row in reports().items()}
+    names, recorded = [f"{kind}_{name}" for kind, cases in KERNELS.items() for name in cases], reports()
+    reported = {name: any(recorded[name][tool] != "nothing" for tool in TOOLS) for name in names}
+    assert all(recorded[name]["plain"] == "NumPy's values" for name in names if name.startswith("right_"))
     # What waits for ever, on a GPU and under each tool, was stopped: that is a report.
     differs = {kernel for kernel, is_reported in reported.items() if is_reported != kernel.startswith("wrong_")}
     assert differs == {f"wrong_{name}" for names in WHY.values() for name in names.split()} | {WARNED}

@@ -1,6 +1,5 @@
 """From sources to a library: the compiler and its messages, shared variables, source lines, and the cache."""
 
-import ctypes
 import errno
 import os
 import re
@@ -8,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -51,14 +49,6 @@ def not_to_be_compiled(monkeypatch):
     monkeypatch.setattr(toolchain, "_compile", compile)
 
 
-# ---- the compiler
-
-
-def test_the_compiler_says_who_it_is():
-    found = toolchain.compiler()
-    assert Path(found.path).is_absolute() and re.search(r"\d+\.\d+", found.version)
-
-
 @pytest.mark.parametrize("named", ["no-such-compiler", "true"])
 def test_a_named_compiler_that_does_not_work_is_an_error_that_says_what_to_install(named, monkeypatch):
     monkeypatch.setenv("TWELL_LAB_CXX", named)
@@ -75,9 +65,6 @@ def test_other_systems_are_told_where_it_runs(platform, machine, monkeypatch):
     with pytest.raises(StackError, match="WSL 2"):
         toolchain.compiler()
     assert not toolchain.available()
-
-
-# ---- messages of the compiler
 
 
 def messages_of(text, cache, **headers):
@@ -110,9 +97,6 @@ def test_names_of_cudas_that_are_missing_are_named(name, cache):
         build({"k.cu": KERNEL % f"x[0] = (float){name};"}, "k.cu", cache_in=cache)
 
 
-# ---- what is built
-
-
 @pytest.mark.parametrize("kind", toolchain.KINDS)
 def test_shared_variables_are_where_the_library_says(kind, cache):
     built = build({"k.cu": DECLARES, "more.cuh": MORE}, "k.cu", {}, kind, cache_in=cache)
@@ -123,24 +107,6 @@ def test_shared_variables_are_where_the_library_says(kind, cache):
     assert found.items() <= SHARED.items() and [v.name for v in built.shared if v.dynamic] == ["buffer"]
     ends = [(v.offset, v.offset + v.size) for v in built.shared]
     assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:])) and ends[-1][0] % 1024 == 0
-
-
-def test_the_addresses_of_shared_variables_are_their_offsets(cache):
-    text = """
-    extern __shared__ double buffer[];
-    __global__ void k(long long* at) {
-        __shared__ char a[3], c[100];
-        __shared__ float b[2][5];
-        at[0] = (long long)a, at[1] = (long long)b, at[2] = (long long)c, at[3] = (long long)buffer;
-    }"""
-    built = build({"k.cu": text}, "k.cu", cache_in=cache)
-    library = ctypes.CDLL(str(built.path))
-    at = (ctypes.c_longlong * 4)()
-    argument = ctypes.c_void_p(ctypes.addressof(at))
-    library.sim_call_k((ctypes.c_void_p * 1)(ctypes.addressof(argument)))
-    place = {v.name: v.offset for v in built.shared}
-    assert [x - at[0] for x in at] == [place[name] - place["a"] for name in ("a", "b", "c", "buffer")]
-    assert at[3] % 1024 == 0
 
 
 def _span(built, name):
@@ -177,9 +143,6 @@ def test_without_binutils_the_message_names_them(cache):
     built = build({"k.cu": KERNEL % "x[0] = 1;"}, "k.cu", cache_in=cache)
     with pytest.raises(StackError, match="binutils"):
         toolchain.find_lines(lambda name: None, built.path, [1], built.sources)
-
-
-# ---- the cache
 
 
 def test_what_goes_in_decides_the_name_and_nothing_else_does(tiny, tmp_path, monkeypatch):

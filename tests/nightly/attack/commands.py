@@ -194,11 +194,8 @@ def arguments(r: Random) -> list[str]:
     if r.random() < 0.2:
         line.append("--json")
     if r.random() < 0.05:
-        line = line[
-            : r.randint(
-                {"train": len(SMALL), "bench": len(usual), "bench model": len(usual)}.get(command, 0), len(line)
-            )
-        ]  # the usual sizes take long
+        least = {"train": len(SMALL), "bench": len(usual), "bench model": len(usual)}.get(command, 0)
+        line = line[: r.randint(least, len(line))]  # the usual sizes take long
     if r.random() < 0.04:
         line.insert(r.randint(0, len(line)), r.choice(("--nothing", "--help", "-h", "--", "--out=", "--json=1", "x")))
     if command == "course":

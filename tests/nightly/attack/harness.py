@@ -17,14 +17,8 @@ from collections.abc import Callable
 
 MOST_FAILURES = 10
 PLACE = "TWELL_LAB_ATTACK"  # the environment variable that names the folder for what the attacks write
-PRELOADED = [
-    "torch",
-    "twell_lab.app.cli",
-    "twell_lab.training.loop",
-    "twell_lab.analysis.planner",
-    "twell_lab.training.text.source",
-    "twell_lab.simulator",
-]
+PRELOADED = ["torch", *(f"twell_lab.{name}" for name in ("app.cli", "training.loop", "analysis.planner", "simulator"))]
+PRELOADED.append("twell_lab.training.text.source")
 
 
 def randomness(name: str, seed: int, number: int) -> random.Random:

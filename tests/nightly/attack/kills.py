@@ -237,18 +237,8 @@ def _prepared_to(kind: str, folder: Path, seed: int):
         "model": lambda: _model(seed).save(folder),
         "tokenizer": lambda: BYTES.save(folder / "tokenizer.json"),
         "plan": lambda: Plan([], "cpu", "float32", rates={"a": float(seed)}).save(folder / "plan.json"),
-        "careless": lambda: _carelessly(folder / "careless.json", json.dumps({"value": seed})),
         "text": lambda: source.prepare(str(_text_of(seed)), folder),
     }[kind]
-
-
-def _carelessly(path: Path, text: str) -> None:
-    """Written straight to its place, in two parts with a change of another file between them: no writer may do this."""
-    with open(path, "w") as file:
-        file.write(text[:5])
-        file.flush()
-        path.with_name("other").write_text("")
-        file.write(text[5:])
 
 
 def _text_of(seed: int) -> Path:
@@ -280,7 +270,6 @@ def _read(kind: str, folder: Path):
         "tokenizer": lambda path: load_tokenizer(path).vocabulary,
         "profile": lambda path: FiringProfile.load(path).tokens,
         "plan": lambda path: Plan.load(path).rates["a"],
-        "careless": lambda path: json.loads(path.read_text())["value"],
     }[kind](folder / files[0])
 
 

@@ -41,11 +41,8 @@ def pooled(data):
     columns = draw(st.one_of(st.integers(1, 60), st.integers(200, 600)))
     gate = gate_of(draw(st.sampled_from([0.01, 0.1, 0.3])), rows, columns, dtype, seed=draw(st.integers(0, 2**30)))
     for _ in range(draw(st.integers(0, 3))):
-        row, first, count = (
-            draw(st.integers(0, rows - 1)),
-            draw(st.integers(0, columns - 1)),
-            draw(st.integers(31, 256)),
-        )
+        row, first = draw(st.integers(0, rows - 1)), draw(st.integers(0, columns - 1))
+        count = draw(st.integers(31, 256))
         gate[row : row + draw(st.sampled_from([1, 16])), first : first + count] = 1.0
     layer = Pooled.draw(gate, WIDTH, draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 2**30)))
     for _ in range(draw(st.integers(0, 2))):

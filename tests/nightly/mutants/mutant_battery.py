@@ -209,15 +209,11 @@ def pooled_layers() -> list[tuple[Pooled, int]]:
     """A pool that a row just fills and the next exceeds; rows that are not finite; more tiles than lanes; a single
     row. With each, how many values a row may have at most; in the last some have as many, and some more."""
     gate = torch.full((18, 300), -1.0)
-    for row, kept in enumerate(
-        [40, 31, 32, 33, 30, 45, 60, 40, 32, 1]
-    ):  # 9 + 1 + 2 + 14 + 29 + 9 = 64 in the pool, then 1
+    # 9 + 1 + 2 + 14 + 29 + 9 = 64 in the pool, then 1
+    for row, kept in enumerate([40, 31, 32, 33, 30, 45, 60, 40, 32, 1]):
         gate[row, 256 - kept : 256] = 1.0 + 0.125 * torch.arange(kept)
-    gate[10], gate[11, 255:], gate[15:, 100:150] = (
-        1.0,
-        2.0,
-        0.5,
-    )  # a row that is lost, one behind it; both sides of a group's end
+    gate[10], gate[11, 255:] = 1.0, 2.0  # a row that is lost, one behind it
+    gate[15:, 100:150] = 0.5  # both sides of a group's end
     first = Pooled.draw(gate.bfloat16(), 264, biases=True, start=True)
     first.x[4, 3], first.x[9, 263], first.x[10, 0] = torch.nan, torch.inf, torch.nan
     full = Pooled.draw(torch.tensor([1.0, 1.0, -1.0]).repeat_interleave(32).view(3, 32).bfloat16(), 264)

@@ -28,11 +28,8 @@ extern "C" __global__ void {CHOOSE}(int number, int shift) {{ chosen_mutant = nu
 _RULES = [
     ("barrier", r"__syncthreads\(\);", "if (!{n}) __syncthreads();"),
     ("barrier", r"__syncthreads_or\((\w+)\)", r"({n} ? \1 : __syncthreads_or(\1))"),
-    (
-        "bound",
-        r"(?<= )(<|<=|>|>=|==|!=) (?=[1-9][\d.]*e)",
-        r"\1 (1 + {n}) * ",
-    ),  # of floats: half way to the next would be too little
+    # of floats: half way to the next would be too little
+    ("bound", r"(?<= )(<|<=|>|>=|==|!=) (?=[1-9][\d.]*e)", r"\1 (1 + {n}) * "),
     ("bound", r"(?<= )(<|<=|>|>=|==|!=) (?![1-9][\d.]*e)", r"\1 {n} + "),
     ("bound", r"\bmin\(", "{n} + min("),
     ("offset", r"([+-]) 1\b(?!\.)", r"\1 1 + {n}"),
@@ -73,12 +70,8 @@ def _of_line(file: str, number: int, code: str, first: int) -> tuple[str, list[M
     found = []
     if not code.lstrip().startswith(("#", "static_assert", "template")):
         found = [(match, kind, new, False) for kind, old, new in _RULES for match in re.finditer(old, code)]
-    found += [
-        (match, kind, new, True)
-        for kind, old, new, where in _SIZES
-        if where.match(code)
-        for match in re.finditer(old, code)
-    ]
+    sizes = [size for size in _SIZES if size[3].match(code)]
+    found += [(match, kind, new, True) for kind, old, new, _ in sizes for match in re.finditer(old, code)]
     mutants, changed = [], code
     for name, (match, kind, new, compiled) in enumerate(sorted(found, key=lambda f: -f[0].start()), first):
         call = f"MUTANT_SHIFT({name})" if compiled else f"mutant({name})"

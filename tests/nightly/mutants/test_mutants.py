@@ -45,11 +45,7 @@ SURVIVORS = {
     ("smxx_gated.cu", "const bool mine = TEAMS «==»1", -1): "with one team, `steps` ends when `left` does",
     ("smxx_down.cu", "if (i «==»at + WARP)", -1): "the next pairs are loaded one entry earlier",
     ("smxx_down.cu", "if (at + lane «<=»kept)", +1): "one more pair, which nobody uses",
-    (
-        "smxx_up.cu",
-        "const bool listed = facts.kept «<»list.room",
-        -1,
-    ): "the hidden values of such a row lie beside its words instead",
+    ("smxx_up.cu", "facts.kept «<»list.room", -1): "the hidden values of such a row lie beside its words instead",
     ("smxx_up.cu", "if (threadIdx.x «==»0) {", +1): SAME,
     ("smxx_quantise_rows.cu", "if (most «<»121u << 23)", +1): "up to 2^-5 the steps of E4M3 are still 2^-9",
     ("smxx_quantise_rows.cu", "«for (int step =»WARP / 2", +1): BUTTERFLY,
@@ -60,11 +56,7 @@ SURVIVORS = {
     ("smxx_quantise_rows.cu", "there && c «<»columns; c += THREADS * VECTOR)", -1): VECTORS,
     ("smxx_quantise_rows.cu", "VECTOR; c «<»columns; c += THREADS * VECTOR) {", -1): VECTORS,
     ("smxx_quantise_rows.cu", "if (c «<»columns) store_bytes", -1): VECTORS,
-    (
-        "dense_row.cuh",
-        "#define SLAB «2048»",
-        +1,
-    ): "launch.py deals slabs of 2048; larger ones hold them and do not overlap",
+    ("dense_row.cuh", "#define SLAB «2048»", +1): "slabs of 2048 are dealt; larger ones hold them and do not overlap",
     ("dense_row.cuh", "v += __shfl_xor_sync(ALL_LANES, v, step)", +1): BUTTERFLY,
     ("dense_row.cuh", "i «<»CHUNKS * VECTOR; i += 4", +1): "what is past the last chunk lies past D_MODEL",
     ("dense_row.cuh", "i «<»CHUNKS * VECTOR; i += 4", -1): VECTORS,
@@ -85,11 +77,7 @@ SURVIVORS = {
     ("row_walk.cuh", "e.lanes = __ballot_sync(ALL_LANES, i «<»end)", +1): "one more entry, whose value is 0",
     ("pool_walk.cuh", "if (group_ + WARP «>=»tiles())", +1): "one more group, of no tiles",
     ("pool_walk.cuh", "while (at_ «>=»listed_)", +1): NOTHING,
-    (
-        "pool_walk.cuh",
-        "__ballot_sync(ALL_LANES, mine_ «>»SLOTS); over;",
-        -1,
-    ): "words that are just full leave nothing for the pool",
+    ("pool_walk.cuh", "ALL_LANES, mine_ «>»SLOTS); over;", -1): "words that are just full leave nothing for the pool",
     ("pool_walk.cuh", "threadIdx.x «!=»0) return", +1): SAME,
     ("pool_walk.cuh", "if (threadIdx.x «==»0) {", +1): "any thread can take the slot",
 }
@@ -114,16 +102,12 @@ OPEN = {
     ("dense_row.cuh", "for (int k = 0; k «<»CHUNKS; ++k) found |=", +1): "a chunk past the row's last is looked at",
     ("dense_row.cuh", "for (int k = 0; k «<»CHUNKS; ++k) {", +1): "a chunk past the row's last is loaded, or used",
     ("smxx_pack.cu", "for (int j = 0; j «<»TILES; ++j) {", +1): "a tile that is not used is loaded",
-    (
-        "smxx_quantise_rows.cu",
-        "for (int k = 0; k «<»HELD; ++k) {",
-        +1,
-    ): "a vector that a thread does not hold is stored, where the loop behind stores the right one",
+    ("smxx_quantise_rows.cu", "for (int k = 0; k «<»HELD; ++k) {", +1): "the loop behind stores the right one",
     (
         "smxx_down.cu",
         "«for (int i =»1, at = 0; i <= kept; ++i) {",
         -1,
-    ): "the head as an entry: next to nothing, of a column nobody wrote",
+    ): "the head as an entry, of a column nobody wrote",
 }
 
 

@@ -16,24 +16,18 @@ from twell_lab.core import TwellError
 
 pytestmark = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 BARRIER = "__syncthreads();"
-
-
 FILES = [f"{name}.cu" for name in SIMULATED if f"{name}.cu" not in INFERENCE]
 HEADERS = {"lost_rows.cuh": "smxx_train_lost.cu"}  # and a file that includes it
 # (file, what stands before it): why nothing can be noticed.
 SPARE = {
-    (
-        "smxx_train_lost.cu",
-        "kept[place] = all;\n    }\n    ",
-    ): "the next group begins with two barriers before what this one guards is written",
-    (
-        "smxx_listed.cu",
-        "for (int c = first; c < end; c += LIST) {\n            ",
-    ): "list_kept has a barrier of its own before it writes the list",
+    # the next group begins with two barriers before what this one guards is written
+    ("smxx_train_lost.cu", "kept[place] = all;\n    }\n    "),
+    # list_kept has a barrier of its own before it writes the list
+    ("smxx_listed.cu", "for (int c = first; c < end; c += LIST) {\n            "),
 }
 # Barriers that tell every thread whether something holds in any: without one its value would be missing, and the kernel
 # would not compile.
-TELLING = {"smxx_listed.cu": 4}
+TELLING = {"smxx_listed.cu": 4, "smxx_spread.cu": 1}
 
 
 def barriers():

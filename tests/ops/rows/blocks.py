@@ -30,15 +30,9 @@ def case(size, version, tokens, rows, columns, density, dtype, bias=True, large=
         b = torch.randn(len(w), generator=generator).to(dtype) if bias else None
         return x, weight.pointer, weight.column, weight.values, b, weight.order
 
-    return Case(
-        f"blocks_v{version}: {size}, {tokens} tokens, {rows} x {columns}, {density:.0%}, {dtype}, {bias}",
-        (blocks.BLOCKS,),
-        arguments,
-        partial(blocks.blocks, version=version),
-        blocks.reference,
-        blocks.TOLERANCE,
-        large=large,
-    )
+    name = f"blocks_v{version}: {size}, {tokens} tokens, {rows} x {columns}, {density:.0%}, {dtype}, {bias}"
+    operation, sources = partial(blocks.blocks, version=version), (blocks.BLOCKS,)
+    return Case(name, sources, arguments, operation, blocks.reference, blocks.TOLERANCE, large=large)
 
 
 CASES = [

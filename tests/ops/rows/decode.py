@@ -77,15 +77,10 @@ def layer(tokens, d_model, d_ff, gated=True, dtype=BF16, kind="relu", hidden=2.2
         h = h.masked_fill(seen.abs() < kept.hidden, 0)
         return kept_inputs.reference(h, down_t, None, down_bias, threshold=0.0)
 
-    return Case(
-        named("kept_inputs, a layer:", dtype, tokens, d_model, d_ff, kind, "plain" * (not gated)),
-        (kept_inputs.KEPT_INPUTS,),
-        draw,
-        lambda call, *tensors: kept_inputs.layer(call, *tensors, kept),
-        reference,
-        tolerance=kept_inputs.TOLERANCE,
-        large=tokens * d_model * d_ff > 10**6,
-    )
+    name = named("kept_inputs, a layer:", dtype, tokens, d_model, d_ff, kind, "plain" * (not gated))
+    operation = lambda call, *tensors: kept_inputs.layer(call, *tensors, kept)  # noqa: E731
+    large, sources = tokens * d_model * d_ff > 10**6, (kept_inputs.KEPT_INPUTS,)
+    return Case(name, sources, draw, operation, reference, tolerance=kept_inputs.TOLERANCE, large=large)
 
 
 COUNTS = (1, 2, 8, 9, 16, 17, 32, 33, 64)

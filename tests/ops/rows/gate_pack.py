@@ -71,13 +71,8 @@ def case(source, version, *shape, dtype=BF16, biases=False, how=""):
 
 
 def dense(*shape, dtype=BF16, biases=False, how=""):
-    return Case(
-        named("dense_gate:", dtype, *shape, "biases" * biases, how),
-        (ops.SM90,),
-        partial(drawn, *shape, dtype, biases, how),
-        ops.dense_gate,
-        ops.dense_reference,
-    )
+    name, draw = named("dense_gate:", dtype, *shape, "biases" * biases, how), partial(drawn, *shape, dtype, biases, how)
+    return Case(name, (ops.SM90,), draw, ops.dense_gate, ops.dense_reference)
 
 
 SHAPES = [  # tokens, d_model, d_ff, deviations by which the gate lies below zero

@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from torch.nn.functional import pad
 
 from tests.ops.rows.drawn import gate_of
 from tests.ops.table import Case
@@ -41,15 +42,13 @@ def product(tokens, inner, out, dtype, version, tile=None, bias=True, gated=Fals
         return *rows(tokens, inner), *weights
 
     name = "gate_up" if gated else "product"
-    return Case(
-        f"int8_v{version} {name}: {tokens} x {inner} x {out}, {tile}, {dtype}, {bias}",
-        (int8.INT8,),
-        arguments,
-        lambda call, *given: int8.product(call, *given[:3], dtype, None, *given[3:], version=version, tile=tile),
-        partial(gate_up_reference if gated else int8.product_reference, dtype=dtype),
-        int8.TOLERANCE,
-        large=large,
-    )
+
+    def operation(call, *given):
+        return int8.product(call, *given[:3], dtype, None, *given[3:], version=version, tile=tile)
+
+    title = f"int8_v{version} {name}: {tokens} x {inner} x {out}, {tile}, {dtype}, {bias}"
+    exact = partial(gate_up_reference if gated else int8.product_reference, dtype=dtype)
+    return Case(title, (int8.INT8,), arguments, operation, exact, int8.TOLERANCE, large=large)
 
 
 PRODUCTS = [
@@ -94,16 +93,10 @@ def gated(pattern, dtype, version, tokens, d_ff, d_model, tile, words, plain=Fal
         return x, gate, None if plain else up, down, None if plain else biases[0], biases[1]
 
     how = {"tile": tile, "words": words, "version": version, "signed": signed}
-    return Case(
-        f"gated_int8_v{version}{' plain' * plain}{' signed' * signed}: {pattern}, {dtype}, {tokens} x {d_ff} x {d_model}, "
-        f"{tile} in {words}",
-        (PACK, int8.GATED_INT8),
-        arguments,
-        partial(packed, **how),
-        partial(layer_of, signed=signed),
-        1.0,
-        large=large,
-    )
+    name = f"gated_int8_v{version}{' plain' * plain}{' signed' * signed}: {pattern}, {dtype}, "
+    name += f"{tokens} x {d_ff} x {d_model}, {tile} in {words}"
+    sources, operation, exact = (PACK, int8.GATED_INT8), partial(packed, **how), partial(layer_of, signed=signed)
+    return Case(name, sources, arguments, operation, exact, 1.0, large=large)
 
 
 VERSIONS = (None, 1, 2, 3, 4)
@@ -134,10 +127,7 @@ GATED = [
 def quantise_reference(x, kind, padded):
     values, scale = round_rows(x, kind)
     missing = max(0, padded - len(x))
-    return (
-        torch.nn.functional.pad(values.view(torch.int8), (0, 0, 0, missing)),
-        torch.nn.functional.pad(scale, (0, missing)),
-    )
+    return pad(values.view(torch.int8), (0, 0, 0, missing)), pad(scale, (0, missing))
 
 
 def odd_rows(columns, dtype):
@@ -159,14 +149,10 @@ def every_half():
 
 
 def rounding(name, make, kind, version, padded=0):
-    return Case(
-        f"quantise_rows_v{version}: {name}, {kind}, {padded}",
-        (int8.QUANTISE_ROWS,),
-        lambda: (make(),),
-        partial(int8.quantise_rows, kind=kind, padded=padded, version=version),
-        partial(quantise_reference, kind=kind, padded=padded),
-        reads=lambda found: (found[0], found[1].nan_to_num(-1.0, -1.0)),
-    )
+    title, how = f"quantise_rows_v{version}: {name}, {kind}, {padded}", {"kind": kind, "padded": padded}
+    operation, exact = partial(int8.quantise_rows, **how, version=version), partial(quantise_reference, **how)
+    reads = lambda found: (found[0], found[1].nan_to_num(-1.0, -1.0))  # noqa: E731
+    return Case(title, (int8.QUANTISE_ROWS,), lambda: (make(),), operation, exact, reads=reads)
 
 
 ROUNDED = [

@@ -51,15 +51,10 @@ def product(height, rows, width, n, dtype, version, share=0.3, large=False):
         b = torch.randn(width, n, generator=torch.Generator().manual_seed(n)).to(dtype)
         return counts, columns, values, b
 
-    return Case(
-        f"microtiles_v{version}: {rows} x {width} x {n} in {height}, {share:.0%}, {dtype}",
-        (microtiles.MICROTILES,),
-        arguments,
-        partial(microtiles.product, rows=rows, version=version),
-        partial(microtiles.product_reference, rows=rows),
-        microtiles.TOLERANCE,
-        large=large,
-    )
+    name = f"microtiles_v{version}: {rows} x {width} x {n} in {height}, {share:.0%}, {dtype}"
+    operation = partial(microtiles.product, rows=rows, version=version)
+    exact = partial(microtiles.product_reference, rows=rows)
+    return Case(name, (microtiles.MICROTILES,), arguments, operation, exact, microtiles.TOLERANCE, large=large)
 
 
 CASES = [

@@ -61,16 +61,9 @@ def case(name, version, tokens, d_model, d_ff, dtype, pattern="adversarial", bia
 
     sources = {"down": (down.DOWN,), "gated": (gated.GATED,) if version in (5, 6) else (gated.UP, down.DOWN)}[name]
     more = ("biases" * biases, "start" * start, "" if most == ANY_NUMBER else f"most {most}", "spoilt" * spoilt)
-    return Case(
-        named(f"{name}_pooled_v{version}:", pattern, dtype, tokens, d_model, d_ff, *more),
-        sources,
-        draw,
-        operation,
-        reference,
-        tolerance=gated.TOLERANCE,
-        reads=ordered,
-        large=tokens * d_model * d_ff > 1.1 * 10**7,
-    )
+    called = named(f"{name}_pooled_v{version}:", pattern, dtype, tokens, d_model, d_ff, *more)
+    compared = {"tolerance": gated.TOLERANCE, "reads": ordered, "large": tokens * d_model * d_ff > 1.1 * 10**7}
+    return Case(called, sources, draw, operation, reference, **compared)
 
 
 EVERY = [("gated", 5), ("gated", 6), ("gated", 7), ("down", 4), ("down", 5)]

@@ -62,16 +62,10 @@ def dense_of(form, where, column, values, b, last):
 
 
 def case(form, version, name, make, n, large=False):
-    operation = spmm.coo if form == "coo" else by_rows
-    return Case(
-        f"{form}_v{version}: {name}, {n}",
-        (spmm.SPMM_COO if form == "coo" else spmm.SPMM,),
-        lambda: arguments(form, make(), n),
-        partial(operation, version=version),
-        partial(dense_of, form),
-        spmm.TOLERANCE,
-        large=large,
-    )
+    source, operation = (spmm.SPMM_COO, spmm.coo) if form == "coo" else (spmm.SPMM, by_rows)
+    title, draw = f"{form}_v{version}: {name}, {n}", lambda: arguments(form, make(), n)
+    operation, exact = partial(operation, version=version), partial(dense_of, form)
+    return Case(title, (source,), draw, operation, exact, spmm.TOLERANCE, large=large)
 
 
 def by_rows(call, *given, version):

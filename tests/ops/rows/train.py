@@ -113,18 +113,10 @@ def dense_cases(dtype, rows, d_ff, gated, version, slope=True):
         title = f"dense {name}_v{version}: {dtype}, {rows} x {d_ff}, {'gated' if gated else 'plain'}"
         return Case(title, (train_dense.DENSE,), draw, operation, exact)
 
-    return [
-        made(
-            "hidden",
-            lambda call, g, u, dh, dl1: train_dense.dense_hidden(call, g, u, version),
-            lambda g, u, dh, dl1: train_dense.hidden_reference(g, u),
-        ),
-        made(
-            "gradients",
-            lambda call, g, u, dh, dl1: train_dense.dense_gradients(call, g, u, dh, dl1, version),
-            train_dense.gradients_reference,
-        ),
-    ]
+    hidden = lambda call, g, u, dh, dl1: train_dense.dense_hidden(call, g, u, version)  # noqa: E731
+    exact = lambda g, u, dh, dl1: train_dense.hidden_reference(g, u)  # noqa: E731
+    gradients = lambda call, *given: train_dense.dense_gradients(call, *given, version)  # noqa: E731
+    return [made("hidden", hidden, exact), made("gradients", gradients, train_dense.gradients_reference)]
 
 
 def transpose_case(dtype, rows, columns):

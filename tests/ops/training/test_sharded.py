@@ -83,13 +83,9 @@ def shard_and_train(rank, path, out):
             seen.append(net(tokens(9)))
     for layer in (net, *net.layers):
         layer.reshard()
-    own = {name: p for name, p in net.named_parameters()}
-    net.load_state_dict(
-        {
-            name: distribute_tensor(value, own[name].device_mesh, own[name].placements)
-            for name, value in model(5).state_dict().items()
-        }
-    )
+    own, other = dict(net.named_parameters()), model(5).state_dict()
+    placed = {name: (own[name].device_mesh, own[name].placements) for name in other}
+    net.load_state_dict({name: distribute_tensor(value, *placed[name]) for name, value in other.items()})
     with torch.no_grad():
         seen.append(net(tokens(9)))
     if rank == 0:
