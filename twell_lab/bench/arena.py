@@ -163,6 +163,8 @@ CASES = [  # what says most comes first, should the time not do for all
     Case(1, sparsity=0.5, dtype=torch.float16),
     Case(1, sparsity=0.5, d_model=4096, d_ff=14336, layers=4, dtype=torch.float16),
     Case(1),
+    Case(64),
+    Case(16),
     Case(16384, layers=2),
 ]
 

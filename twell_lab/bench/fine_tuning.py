@@ -34,7 +34,7 @@ class Recipe(NamedTuple):
     batch: int = 32
     steps: tuple[int, int] = (300, 500)
     rates: tuple[float, float] = (4e-4, 2e-4)
-    l1: float = 5e-5
+    l1: float = 3e-4
     warmup: int = 150  # of L1
     new: int = 256  # tokens of a generation that is timed
     held_out: int = 256  # windows
