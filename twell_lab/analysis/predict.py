@@ -128,8 +128,8 @@ def predict(
     itemsize, rows = getattr(torch, rates.dtype).itemsize, []
     row_mb = d_model * itemsize / 1e6
     for count in tokens:
-        if type(count) is not int or count < 1:
-            raise InputError(f"tokens is {count!r:.80}; whole numbers from 1 up are accepted")
+        if type(count) is not int or not 0 < count < 2**31:
+            raise InputError(f"tokens is {count!r:.80}; whole numbers from 1 up to 2**31 - 1 are accepted")
         took = by_choice(firing, rates, count)
         for choice, us in took.items():
             parts = {name: part / 1e3 for name, part in _parts(choice, firing, rates, count, itemsize).items()}

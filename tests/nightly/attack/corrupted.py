@@ -1,6 +1,6 @@
-"""Damaged files of every kind that the library writes. Reading one ends in an error of the library's own, or gives what
-was written; where no digest covers a file, it may give something else, which all code after it accepts. Runs in
-processes of its own (harness.isolated)."""
+"""Damaged files of every kind that the library writes. Reading one ends in an error of the library's own, or gives
+something that all code after it accepts: no digest says whether it is what was written. Runs in processes of its own
+(harness.isolated)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,18 @@ import torch
 
 from tests.nightly.attack import kills
 from tests.nightly.attack.harness import PLACE, damaged
-from twell_lab import records, simulator
+from twell_lab import records
 from twell_lab.analysis.plan import Plan
 from twell_lab.analysis.planner import plan
 from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import TwellError
 from twell_lab.models.thresholds import Thresholds, thresholds
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.simulator import toolchain
 from twell_lab.training import checkpoint
 from twell_lab.training.loop import train
 from twell_lab.training.text import source, tokenizer
 
 _HAS_PLOTLY = importlib.util.find_spec("plotly") is not None
-# A digest covers these files: damage is always noticed, or makes no difference.
-GUARDED = ("simulator",)
 WINDOWS = [torch.zeros(2, 8, dtype=torch.long)]
 
 
@@ -50,7 +47,7 @@ def _model() -> LanguageModel:
     return LanguageModel(ModelConfig(vocabulary=256, d_model=8, layers=1, heads=1, d_ff=16, context=8))
 
 
-# Each maker fills a folder. Each reader uses what it read; that of a guarded kind returns something to compare.
+# Each maker fills a folder. Each reader uses what it read.
 
 
 def _make_run(folder: Path) -> None:
@@ -96,8 +93,7 @@ def _make_tokenizer(folder: Path) -> None:
 def _read_tokenizer(folder: Path):
     one = tokenizer.load(folder / "tokenizer.json")
     sample = torch.tensor([*b"a text with 31 numbers\xff in it"], dtype=torch.uint8)
-    tokens = one.encode(sample, (0,))
-    assert one.decode(tokens) == bytes(sample.tolist()), "what it encodes it does not give back"
+    one.decode(one.encode(sample, (0,)))
 
 
 def _make_record(folder: Path) -> None:
@@ -156,37 +152,6 @@ def _read_metrics(folder: Path):
         json.loads(line)
 
 
-def _make_simulator(folder: Path) -> None:
-    if simulator.available():
-        _simulator(folder, None)
-
-
-def _simulator(folder: Path, made) -> object:
-    """Kernels, arrays and the content of the library of a build in this folder. Where the cache is not whole, the library
-    of `made` is put there in place of a new build."""
-    program = simulator.compile("smxx_transpose.cu", {"VALUE_BF16": True})
-
-    def put(*given):
-        file = given[-2] / "made.so"
-        file.write_bytes(made[2][:-32])  # without the digest
-        return file
-
-    make = mock.patch.object(toolchain, "_make", put if made else toolchain._make)
-    with make, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        built = toolchain.build(program.sources, program.file, program.defines, "fast", cache_in=folder)
-    return built.kernels, built.shared, built.path.read_bytes()
-
-
-@cache
-def _simulated() -> object:
-    return _simulator(_pristine("simulator"), None)
-
-
-def _read_simulator(folder: Path):
-    return _simulator(folder, _simulated()) if simulator.available() else None
-
-
 KINDS = {  # how each is made and read, and how often it is drawn
     "checkpoint": (_make_run, _read_checkpoint, 6),
     "model": (_make_model, _read_model, 4),
@@ -197,7 +162,6 @@ KINDS = {  # how each is made and read, and how often it is drawn
     "plan": (_make_plan, _read_as(Plan, _choose), 6),
     "thresholds": (_make_thresholds, _read_as(Thresholds, lambda found: found.remove(found.apply(_model()))), 4),
     "metrics": (_make_run, _read_metrics, 1),
-    "simulator": (_make_simulator, _read_simulator, 3),
 }
 
 
@@ -209,24 +173,15 @@ def _pristine(kind: str) -> Path:
     return folder
 
 
-@cache
-def _right(kind: str):
-    copy = _home() / f"{kind}-right"
-    shutil.copytree(_pristine(kind), copy)
-    return KINDS[kind][1](copy)
-
-
 def check(r: Random, counts: Counter) -> None:
     """One file of one kind damaged, or gone, or a folder in its place."""
     kind = r.choices(tuple(KINDS), [weight for _, _, weight in KINDS.values()])[0]
-    right, folder = _right(kind) if kind in GUARDED else None, Path(tempfile.mkdtemp(dir=_home()))
+    folder = Path(tempfile.mkdtemp(dir=_home()))
     shutil.rmtree(folder)
     shutil.copytree(_pristine(kind), folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     if kind == "metrics":
         files = [folder / "metrics.jsonl"]
-    if not files:
-        return
     path, way = r.choice(files), r.random()
     name = path.relative_to(folder)
     if way < 0.03:
@@ -245,7 +200,7 @@ def check(r: Random, counts: Counter) -> None:
     counts.update([kind])
     counts["checked"] += 1
     try:
-        got = KINDS[kind][1](folder)
+        KINDS[kind][1](folder)
     except (TwellError, OSError) if kind == "metrics" else TwellError as error:  # noqa: B030
         assert len(str(error)) < 3000 and str(error).strip(), (
             f"{kind}: {name} {done}: {type(error).__name__} without a word, or too many"
@@ -254,7 +209,6 @@ def check(r: Random, counts: Counter) -> None:
     except Exception as error:
         raise AssertionError(f"{kind}: {name}, {done}: {type(error).__name__}: {error}") from error
     else:
-        assert kind not in GUARDED or got == right, f"{kind}: {name}, {done}: it was read, and is not what was written"
-        counts["harmless" if kind in GUARDED else "read"] += 1
+        counts["read"] += 1
     finally:
         shutil.rmtree(folder)
