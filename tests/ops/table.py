@@ -113,14 +113,16 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def without_any_ptx(case: Case):
-    """Return a context in which the simulator runs a case's kernels with C++ in the place of their PTX."""
-    files = [source.file for source in case.sources if _ptx(source)]
-    return simulator.watching(None, replace={file: without_ptx(file) for file in files}) if files else nullcontext()
+def without_any_ptx(case: Case, watch: str | None = None, replace: dict[str, Path] | None = None):
+    """Return a context in which the simulator runs a case's kernels with C++ in the place of their PTX; watch, replace:
+    as for simulator.watching."""
+    files = {source.file: without_ptx(source.file) for source in case.sources if _ptx(source)}
+    return simulator.watching(watch, replace=files | (replace or {}))
 
 
-def run_twice(case: Case, device: str) -> tuple[tuple, list[Tensor]]:
-    """Run a case on "cpu" (the simulator) or "cuda" twice, compare both runs, and return (arguments, results)."""
+def run_twice(case: Case, device: str, **watched) -> tuple[tuple, list[Tensor]]:
+    """Run a case on "cpu" (the simulator, `watched` as by without_any_ptx) or "cuda" twice, compare both runs, and
+    return (arguments, results)."""
     if device == "cuda":
         here = capability(torch.cuda.current_device())
         if here < case.oldest or not all(source.runs_on(here) for source in case.sources):
@@ -128,7 +130,7 @@ def run_twice(case: Case, device: str) -> tuple[tuple, list[Tensor]]:
     arguments, results = case.draw(), []
     for _ in range(2):
         given = moved(arguments, like(device))
-        with poisoned(), without_any_ptx(case) if device == "cpu" else nullcontext():
+        with poisoned(), without_any_ptx(case, **watched) if device == "cpu" else nullcontext():
             result = run(case.operation, *given)
         results.append(_listed(case.reads(moved(result, lambda t: t.cpu()))))
     for first, second in zip(*results):
@@ -136,9 +138,9 @@ def run_twice(case: Case, device: str) -> tuple[tuple, list[Tensor]]:
     return arguments, results[0]
 
 
-def check(case: Case, device: str) -> None:
-    """Run a case on "cpu" or "cuda" twice, and compare: both runs, and the results with those of its reference."""
-    arguments, results = run_twice(case, device)
+def check(case: Case, device: str, **watched) -> None:
+    """Run a case as `run_twice` does, and compare: both runs, and the results with those of its reference."""
+    arguments, results = run_twice(case, device, **watched)
     if not case.tolerance:
         wanted = _listed(case.reads(case.reference(*arguments)))
         assert len(wanted) == len(results)

@@ -35,9 +35,9 @@ def of(name: str) -> list[Case]:
     return list({case.name.partition(":")[0]: case for case in reversed(those)}.values())
 
 
-def launch(name: str) -> None:
-    """Run them, and compare. A chunk of rows of smxx_columns.cu is longer than the 32 rows of a turn, as it is from 8,193
-    tokens on: too many for the simulator."""
+def launch(name: str, **watched) -> None:
+    """Run them, `watched`, and compare. A chunk of rows of smxx_columns.cu is longer than the 32 rows of a turn, as it is
+    from 8,193 tokens on: too many for the simulator."""
     with mock.patch.object(columns, "_LEAST_ROWS", 80):
         for case in of(name):
-            check(case, "cpu")
+            check(case, "cpu", **watched)

@@ -15,7 +15,12 @@ _made: list[TemporaryDirectory] = []  # removed when the tests end
 def without_ptx(file: str) -> Path:
     """A copy of kernels/`file` beside the headers that stand in for its PTX, which are found first."""
     _made.append(TemporaryDirectory())
-    folder = Path(_made[-1].name)
-    for each in (core.kernels_dir() / file, *_STAND_INS.glob("*.cuh")):
-        shutil.copy(each, folder)
-    return folder / file
+    folder = put_stand_ins(Path(_made[-1].name))
+    return Path(shutil.copy(core.kernels_dir() / file, folder))
+
+
+def put_stand_ins(folder: Path) -> Path:
+    """Copy the headers that stand in for PTX into a folder."""
+    for header in _STAND_INS.glob("*.cuh"):
+        shutil.copy(header, folder)
+    return folder

@@ -11,6 +11,7 @@ import pytest
 
 from tests.nightly.mutants.mutant_battery import DEFINES as INFERENCE
 from tests.simulator.launches import SIMULATED, launch
+from tests.simulator.without_ptx import put_stand_ins
 from twell_lab import core, simulator
 from twell_lab.core import TwellError
 
@@ -51,20 +52,17 @@ def test_every_barrier_is_found():
 @pytest.mark.parametrize("kernel", FILES)
 def test_without_a_deletion_nothing_is_noticed(kernel, tmp_path):
     for name in (kernel, *HEADERS):
-        (tmp_path / name).write_text((core.kernels_dir() / name).read_text())
-    with simulator.watching("faults", replace={kernel: tmp_path / kernel}) as runs:
-        launch(kernel.removesuffix(".cu"))
-    assert runs
+        (put_stand_ins(tmp_path) / name).write_text((core.kernels_dir() / name).read_text())
+    launch(kernel.removesuffix(".cu"), watch="faults", replace={kernel: tmp_path / kernel})
 
 
 @pytest.mark.parametrize("file, at", barriers())
 def test_a_deleted_barrier_is_noticed(file, at, tmp_path):
     kernel = HEADERS.get(file, file)
     text = (core.kernels_dir() / file).read_text()
-    (tmp_path / file).write_text(text[:at] + text[at + len(BARRIER) :])
+    (put_stand_ins(tmp_path) / file).write_text(text[:at] + text[at + len(BARRIER) :])
     if kernel != file:
         (tmp_path / kernel).write_text((core.kernels_dir() / kernel).read_text())
     spare = any(file == name and text[:at].endswith(before) for name, before in SPARE)
-    noticed = nullcontext() if spare else pytest.raises((TwellError, AssertionError))
-    with noticed, simulator.watching("faults", replace={kernel: tmp_path / kernel}):
-        launch(kernel.removesuffix(".cu"))
+    with nullcontext() if spare else pytest.raises((TwellError, AssertionError)):
+        launch(kernel.removesuffix(".cu"), watch="faults", replace={kernel: tmp_path / kernel})
