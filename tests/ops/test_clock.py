@@ -57,7 +57,7 @@ def test_before_a_call_is_timed_the_device_is_kept_busy_for_its_host(monkeypatch
     monkeypatch.setattr(clock.torch, "zeros", lambda *_, **__: SimpleNamespace(sum=lambda: seen.append("read")))
     monkeypatch.setattr(clock.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(clock.torch.cuda, "Event", lambda **_: event)
-    found = clock.time_cuda({"it": machine.call}, 2, warm=1)
+    found = clock.time_cuda({"it": machine.call}, 2)
     first = ["read", "event", "read", "event"]  # of one read
     assert found == {"it": [gigabyte_ms] * 2} and seen == first + [*["read"] * reads, "event", "event"] * 2
 
@@ -82,13 +82,9 @@ def test_plain_calls_take_turns_from_five_to_forty(monkeypatch, seconds, turns):
     assert [name for name, _ in seen] == ["a", "a", "b", "b"] + ["a", "b"] * (turns + 1)
 
 
-def test_calls_on_a_cpu_take_turns_of_twenty_and_cold_ones_of_one(monkeypatch):
+def test_calls_on_a_cpu_take_turns_of_twenty(monkeypatch):
     calls, seen = host(monkeypatch, a=0.002, b=0.001)
     found = clock.time_cpu(calls, seconds=0.6)
     assert sorted(seen[:4]) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert seen[4:] == [(name, turn + i) for turn in range(0, 200, 20) for name in "ab" for i in range(20)]
     assert found == {"a": pytest.approx([2.0] * 200), "b": pytest.approx([1.0] * 200)}
-    seen.clear()
-    found = clock.time_cpu(calls, seconds=0.03, cold=True)
-    assert seen[4:] == [(name, turn) for turn in range(10) for name in "ab"]
-    assert found["a"] == pytest.approx([2.0] * 10)

@@ -2,10 +2,11 @@
 
 Calls take turns, so that whatever else the machine does slows all of them alike, with inputs that rotate. On a GPU the
 L2 cache is emptied before each call, which then is timed by device events (`time_cuda`: the GPU's own work) or as its
-caller waits for it (`time_calls`); `graphed` makes a call a CUDA graph. On a CPU: wall time, warm or cold."""
+caller waits for it (`time_calls`); `graphed` makes a call a CUDA graph. On a CPU: wall time."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ GRAPH_TOKENS = 256  # up to so many tokens a layer takes about as long as its la
 ROTATED = 3  # how many inputs take turns in a timing
 Name = TypeVar("Name", bound=Hashable)  # of a call that is timed
 Timed = Callable[[int], object]  # given the number of its turn
+Samples = dict[Name, list[float]]  # milliseconds
 
 
 class WrongResult(TwellError, ArithmeticError):
@@ -40,14 +42,12 @@ def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 
     kind "lognormal": 30% of the neurons never fire, and the others' rates are lognormal with sigma 1.5 (roughly as in
     trained models), none above 0.95. "uniform": every neuron fires equally often. Raises InputError for anything else,
     and for an nnz above 0.6 d_ff."""
-    _check_sizes(d_ff=(d_ff, 1))
-    _check_fits(16 * d_ff, f"d_ff {d_ff}", torch.device("cpu"))
     if isinstance(nnz, bool) or not isinstance(nnz, (int, float)) or not 0 <= nnz <= 0.6 * d_ff:
         raise InputError(f"nnz is {nnz}; 0 to {0.6 * d_ff:g} (0.6 d_ff) can be drawn")
+    if kind not in ("lognormal", "uniform"):
+        raise InputError(f"workload is {kind!r}; 'lognormal' and 'uniform' are accepted")
     if kind == "uniform":
         return torch.full((d_ff,), nnz / d_ff, dtype=torch.float64)
-    if kind != "lognormal":
-        raise InputError(f"workload is {kind!r}; 'lognormal' and 'uniform' are accepted")
     generator = torch.Generator().manual_seed(seed)
     rate = torch.randn(d_ff, generator=generator, dtype=torch.float64).mul(1.5).exp()
     rate[torch.randperm(d_ff, generator=generator)[: round(0.3 * d_ff)]] = 0
@@ -58,22 +58,27 @@ def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 
 
 def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype, device, *, seed: int = 0):
     """Draw a workload: (a dense gated layer, a list of `ROTATED` inputs [tokens, d_model]), on which about nnz neurons
-    fire at a token, at the rates of `firing_rates`. Raises InputError for a size, nnz, kind, dtype or seed that is not
+    fire at a token, at the rates of `firing_rates`. Raises InputError for a size, nnz, kind or dtype that is not
     accepted, or more than fits the device's memory."""
-    _check_sizes(tokens=(tokens, 1), d_model=(d_model, 8), d_ff=(d_ff, 1))
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise InputError(f"seed is {seed!r:.80}; a whole number from 0 to 2**63 - 1 is accepted")
+    for name, size, least in (("tokens", tokens, 1), ("d_model", d_model, 8), ("d_ff", d_ff, 1)):
+        if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 2**63:
+            raise InputError(f"{name} is {size!r:.80}; a whole number from {least} to 2**63 - 1 is accepted")
     if dtype not in VALUE_DTYPES:
         raise InputError(f"dtype is {dtype!r}; torch.bfloat16, float16 and float32 are accepted")
-    values = 3 * d_model * d_ff + tokens * (ROTATED * d_model + d_ff)  # of the layer, and of what goes through it
-    _check_fits(dtype.itemsize * values, f"tokens {tokens}, d_model {d_model} and d_ff {d_ff}", torch.device(device))
+    device = torch.device(device)
+    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else core.memory()
+    # Of the layer, of what goes through it, and of the rates, which are drawn on the host.
+    needed = dtype.itemsize * (3 * d_model * d_ff + tokens * (ROTATED * d_model + d_ff)) + 16 * d_ff
+    if there is not None and needed > there:
+        has = f"{needed / 2**30:,.1f} GiB of memory at least, and {device.type} has {there / 2**30:,.1f}"
+        raise InputError(f"tokens {tokens}, d_model {d_model} and d_ff {d_ff}: {has}; smaller sizes are accepted")
     rates = firing_rates(d_ff, nnz, kind, seed=seed)
     return drawn(rates, tokens, d_model, dtype, device, shrink=max(nnz, 1.0) ** 0.5, seed=seed)
 
 
 def drawn(rates: Tensor, tokens: int, d_model: int, dtype, device, *, shrink: float, gated: bool = True, seed: int = 0):
     """Draw a layer and inputs as `workload` does, for given firing rates [d_ff]. gated: whether the layer has a gate.
-    shrink: a number by which the down projection is divided.
+    shrink: what the down projection is divided by.
 
     The first component of every input is a constant, and the gate's weights for it set each neuron's threshold. The
     rest of the product is standard normal: so neurons fire independently, each at its own rate, through a real GEMM."""
@@ -96,21 +101,6 @@ def drawn(rates: Tensor, tokens: int, d_model: int, dtype, device, *, shrink: fl
     for x in inputs:
         x[:, 0] = constant
     return layer.to(dtype), [x.to(dtype) for x in inputs]
-
-
-def _check_sizes(**sizes: tuple[int, int]) -> None:
-    """Raise InputError for the first size, given as (size, least), that is no whole number, or below its least."""
-    for name, (size, least) in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 2**63:
-            raise InputError(f"{name} is {size!r:.80}; a whole number from {least} to 2**63 - 1 is accepted")
-
-
-def _check_fits(needed: int, what: str, device: torch.device) -> None:
-    """Raise InputError where so many bytes are more than the device has, before any of them is allocated."""
-    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else core.memory()
-    if there is not None and needed > there:
-        has = f"{needed / 2**30:,.1f} GiB of memory at least, and {device.type} has {there / 2**30:,.1f}"
-        raise InputError(f"{what}: {has}; smaller sizes are accepted")
 
 
 # ---- correctness, before any clock starts ----
@@ -149,75 +139,72 @@ def quartiles(samples: list[float]) -> tuple[float, float]:
     return middle, high - low
 
 
-def time_cpu(calls: dict[Name, Timed], seconds: float, *, cold: bool = False) -> dict[Name, list[float]]:
-    """Return milliseconds of each call, for the named calls in turn, until `seconds` have passed.
+def time_cpu(calls: dict[Name, Timed], seconds: float) -> Samples[Name]:
+    """Return milliseconds of each call, for the named calls in turn, until `seconds` have passed, and twice at least.
 
     A turn is twenty calls, one after the other, as of a layer that is used again and again, whose weights stay in the
-    cache as far as they fit; there are at least two turns. cold: a turn is one call after 128 MiB of something else
-    were read, as of a layer inside a large model, whose weights have to come from memory; there are at least ten."""
-    other, block, least = (torch.zeros(2**25), 1, 10) if cold else (None, 20, 40)
+    cache as far as they fit."""
     for call in calls.values():
         call(0), call(1)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    samples: Samples[Name] = {name: [] for name in calls}
     end, turn = time.perf_counter() + seconds, 0
-    while turn < least or time.perf_counter() < end:
+    while turn < 40 or time.perf_counter() < end:
         for name, call in calls.items():
-            if cold:
-                other.sum()
-            for i in range(block):
-                start = time.perf_counter()
-                call(turn + i)
-                samples[name].append(1e3 * (time.perf_counter() - start))
-        turn += block
+            samples[name] += [_wall(call, turn + i) for i in range(20)]
+        turn += 20
     return samples
 
 
-_READ = 0.0003  # seconds, about the least that a GPU takes to read a gigabyte: what an H100 and an A100 are taken for
-_MOST_READS = 100  # before a call: what the host needs longer for is a call that waits for the device
+def _wall(call: Timed, turn: int) -> float:
+    """Call, and return the milliseconds that the host took."""
+    start = time.perf_counter()
+    call(turn)
+    return 1e3 * (time.perf_counter() - start)
 
 
-def _events(call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def _events(call: Timed, turn: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     """Call between two events of the current stream, and return these."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    call()
+    call(turn)
     end.record()
     return start, end
 
 
-def time_cuda(calls: dict[Name, Timed], rounds: int = 30, *, warm: int = ROTATED) -> dict[Name, list[float]]:
-    """Return milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times;
-    `warm` calls of each come before.
+_READ = 0.3  # milliseconds, about the least that a GPU takes to read a gigabyte: what an H100 and an A100 are taken for
+_MOST_READS = 100  # before a call: what the host needs longer for is a call that waits for the device
+
+
+def time_cuda(calls: dict[Name, Timed], rounds: int = 30) -> Samples[Name]:
+    """Return milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times.
 
     Before each call a gigabyte is read, as often as its host needs time to prepare it, going by the last warm call (and
     by one read that is timed first, on a GPU that is slow to read). So the L2 cache holds nothing that the call needs,
     its launches have been prepared, and these are times of the device, not of the host."""
     flush = torch.zeros(2**28, dtype=torch.float32, device="cuda")
     flush.sum()
-    start, end = _events(flush.sum)
+    start, end = _events(lambda turn: flush.sum(), 0)
     torch.cuda.synchronize()
-    read = start.elapsed_time(end) / 1e3
+    read = start.elapsed_time(end)
     read = read if read > 2 * _READ else _READ  # a T4 takes some 3.5 ms
-    reads = dict.fromkeys(calls, 1)
+    reads = {}
     for name, call in calls.items():
-        for turn in range(warm):
-            began = time.perf_counter()
-            call(turn)
-            reads[name] = min(_MOST_READS, 1 + int((time.perf_counter() - began) / read))
+        host = [_wall(call, turn) for turn in range(ROTATED)][-1]
+        reads[name] = min(_MOST_READS, 1 + int(host / read))
         torch.cuda.synchronize()  # or the next would wait in a full queue, and seem to take the host longer
     events: dict[Name, list] = {name: [] for name in calls}
     for turn in range(rounds):
         for name, call in calls.items():
             for _ in range(reads[name]):
                 flush.sum()
-            events[name].append(_events(lambda call=call, turn=turn: call(turn)))
+            events[name].append(_events(call, turn))
     torch.cuda.synchronize()
     return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in events.items()}
 
 
 def time_calls(
     calls: dict[Name, Timed], device: torch.device, *, seconds: float = 0.1, beside: int = 0
-) -> dict[Name, list[float]]:
+) -> Samples[Name]:
     """Return milliseconds of each plain call, until the device has finished it, for the named calls in turn.
 
     On a GPU by device events, after the L2 cache was emptied and the GPU has nothing left to do: so it is the host's
@@ -230,14 +217,12 @@ def time_calls(
 
         def milliseconds(call: Timed, turn: int) -> float:
             others.sum()
-            if on_gpu:
-                torch.cuda.synchronize()
-                start, end = _events(lambda: call(turn))
-                end.synchronize()
-                return start.elapsed_time(end)
-            began = time.perf_counter()
-            call(turn)
-            return 1e3 * (time.perf_counter() - began)
+            if not on_gpu:
+                return _wall(call, turn)
+            torch.cuda.synchronize()
+            start, end = _events(call, turn)
+            end.synchronize()
+            return start.elapsed_time(end)
 
         for call in calls.values():
             for turn in range(ROTATED - 1):
@@ -245,11 +230,10 @@ def time_calls(
         began = time.perf_counter()
         for call in calls.values():
             milliseconds(call, ROTATED - 1)
-        turns = int(min(40, max(5, seconds / (time.perf_counter() - began))))
-        samples: dict[Name, list[float]] = {name: [] for name in calls}
-        for turn in range(turns):
-            for name, call in calls.items():
-                samples[name].append(milliseconds(call, turn))
+        turns = range(int(min(40, max(5, seconds / (time.perf_counter() - began)))))
+        samples: Samples[Name] = {name: [] for name in calls}
+        for turn, name in itertools.product(turns, calls):
+            samples[name].append(milliseconds(calls[name], turn))
     return samples
 
 
@@ -262,19 +246,17 @@ def time_bursts(
     wait: returns once the device has finished, as torch.cuda.synchronize does. rounds: bursts of each call. warm: how
     many calls come before a burst and are not timed; None: as many as it has."""
     samples: dict[Name, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            for turn in range(count if warm is None else warm):  # or it would meet the caches as another call left them
-                call(turn)
-            wait()
-            start = time.perf_counter()
-            for turn in range(count):
-                call(turn)
-            returned = time.perf_counter()
-            wait()
-            ended = time.perf_counter()
-            for taken, moment in zip(samples[name], (returned, ended)):
-                taken.append(1e3 * (moment - start) / count)
+    for _, name in itertools.product(range(rounds), calls):
+        for turn in range(count if warm is None else warm):  # or it would meet the caches as another call left them
+            calls[name](turn)
+        wait()
+        start = time.perf_counter()
+        for turn in range(count):
+            calls[name](turn)
+        returned = time.perf_counter()
+        wait()
+        for taken, moment in zip(samples[name], (returned, time.perf_counter())):
+            taken.append(1e3 * (moment - start) / count)
     return samples
 
 
