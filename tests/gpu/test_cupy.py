@@ -68,5 +68,3 @@ def test_what_cannot_be_taken(cp):
             tl.pack(wrong)
     with pytest.raises(InputError, match="float64"):
         tl.pack(x.astype(cp.float64))
-    with pytest.raises(InputError, match="cuda"):
-        tl.pack(x, backend="simulator")

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from ..core import InputError
 from ..formats.twell import VALUE_DTYPES
 
+WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")  # as every call of a layer has them
 # Asked before each call: to find a function by three names takes longer than to call it.
 _transforms, _tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 _modes, _autocast = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
@@ -96,27 +97,11 @@ def check_layer(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None)
         raise InputError(f"d_model is {d_model} and d_ff {d_ff}; at least 1 of each is accepted")
     if wide != d_model:
         raise InputError(f"x has rows of {d_model} values, up has shape {list(up.shape)}: {wide} are accepted")
-    shapes = {"gate": (d_ff, d_model), "up": (d_ff, d_model), "down": (d_model, d_ff)}
-    shapes |= {"gate_bias": (d_ff,), "up_bias": (d_ff,), "down_bias": (d_model,)}
-    for (name, shape), t in zip(shapes.items(), tensors[1:]):
+    shapes = ((d_ff, d_model), (d_ff, d_model), (d_model, d_ff), (d_ff,), (d_ff,), (d_model,))
+    for name, shape, t in zip(WEIGHTS, shapes, tensors[1:]):
         if t is not None or name in ("up", "down"):
             check_tensor(name, t, shape=shape, dtype=x.dtype, device=x.device)
     return tensors
-
-
-def check_backend(backend: str | None, *tensors: Tensor | None) -> bool:
-    """Return whether the kernels are to run in the simulator. Raises InputError for a backend other than None (the
-    tensors' device) and "simulator", and for tensors that the simulator does not take."""
-    if backend is None:
-        return False
-    if backend != "simulator":
-        raise InputError(f"backend is {backend!r}; None or 'simulator' is accepted")
-    for t in tensors:
-        if t is not None and t.device.type != "cpu":
-            raise InputError(f"backend 'simulator' got a tensor on {t.device}; tensors on the cpu are accepted")
-        if needs_gradient(t):
-            raise InputError("backend 'simulator' has no gradient; call it under torch.no_grad()")
-    return True
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor:

@@ -26,27 +26,22 @@ _library.define(
 )
 
 
-@torch.library.impl(_library, "infer", "CUDA")
 @torch.no_grad()
-def _infer_cuda(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
+def _infer(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
     from . import dispatch
 
     weights = (gate, up, down, gate_bias, up_bias, down_bias)
-    return dispatch.infer(x, *weights, path, hot, tile, words, Activation(*acts))
+    if x.is_cuda:
+        return dispatch.infer(x, *weights, path, hot, tile, words, Activation(*acts))
+    from . import cpu
 
-
-@torch.library.impl(_library, "infer", "CPU")
-@torch.no_grad()
-def _infer_cpu(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot, tile, words, *acts):
-    from . import cpu, dispatch
-
-    rows, activation = x.reshape(-1, x.shape[-1]), Activation(*acts)
+    compute = dispatch.by_torch if path == "dense" else cpu.layer
     with torch.autocast("cpu", enabled=False):  # the arguments were cast already
-        if path == "dense":
-            y = dispatch.by_torch(rows, gate, up, down, gate_bias, up_bias, down_bias, activation)
-        else:
-            y = cpu.layer(rows, gate, up, down, gate_bias, up_bias, down_bias, activation)
-    return y.view(x.shape)
+        return compute(x.reshape(-1, x.shape[-1]), *weights, Activation(*acts)).view(x.shape)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("infer", _infer, _device)
 
 
 @torch.library.register_fake("twell_lab::infer", lib=_library)
@@ -61,7 +56,7 @@ def infer(x, gate, up, down, gate_bias, up_bias, down_bias, path, hot=0, tile=TI
     weights = (gate, up, down, gate_bias, up_bias, down_bias)
     if checks.watched(x, *weights):
         return torch.ops.twell_lab.infer(x, *weights, path, hot, tile, words, *acts)
-    return (_infer_cuda if x.is_cuda else _infer_cpu)(x, *weights, path, hot, tile, words, *acts)
+    return _infer(x, *weights, path, hot, tile, words, *acts)
 
 
 # ---- the public functions
@@ -81,7 +76,6 @@ def ffn(
     tile: int = TILE,
     words: int = WORDS,
     acts: Activation = RELU,
-    backend: str | None = None,
 ) -> Tensor:
     """Compute (act(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias, skipping what the ReLU silences;
     without a gate act(x up^T + up_bias) down^T + down_bias.
@@ -91,37 +85,10 @@ def ffn(
     (`train.train`). Under torch.autocast everything is cast first, as nn.Linear casts. Where down is not stored
     transposed (as `SparseFFN` stores it), a transpose is made on each call. Weights must be finite: the rows of a
     silent neuron are not read, so a NaN there does not reach the result as it does in the dense layer; on a CPU that is
-    checked. backend: "simulator" runs the portable kernels of a ReLU on CPU tensors in twell_lab.simulator. Raises
-    InputError for arguments that do not fit together. Method: arXiv 2603.23198, section 3."""
+    checked. Raises InputError for arguments that do not fit together. Method: arXiv 2603.23198, section 3."""
     check_geometry(tile, words)
-    tensors = checks.check_layer(x, gate, up, down, gate_bias, up_bias, down_bias)
-    check_path(path, hot, up.shape[0])
-    if not isinstance(acts, Activation):
-        raise InputError(f"acts is a {type(acts).__name__}; an Activation is accepted")
-    acts.check(gate is not None)
-    if checks.check_backend(backend, *tensors):
-        if acts != RELU:
-            raise InputError(f"backend 'simulator' got {acts}; a ReLU is accepted")
-        from . import dispatch
-
-        rows, gate, up, down, *biases = tensors
-        rows = rows.reshape(-1, x.shape[-1]).contiguous()
-        weights = (w if w is None else w.contiguous() for w in (gate, up))
-        return dispatch.portable(rows, *weights, down.t().contiguous().t(), *biases, tile, words).view(x.shape)
-    if checks.transformed() or checks.needs_gradient(*tensors):
-        from . import dispatch, train
-
-        if acts != RELU:
-            return dispatch.by_torch(*tensors, acts=acts)
-        return train.train(*tensors, path="dense" if path == "dense" else "twell")[0]
-    if not x.is_cuda and not torch.compiler.is_compiling():
-        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-        check_finite(dict(zip(names, (gate, up, down, gate_bias, up_bias, down_bias))))
-    return infer(*tensors, path, hot, tile, words, acts)
-
-
-def check_path(path: str, hot: int, d_ff: int) -> None:
-    """Raise InputError unless a layer of d_ff neurons can go this way with so many hot ones."""
+    x, *weights = tensors = checks.check_layer(x, gate, up, down, gate_bias, up_bias, down_bias)
+    d_ff = len(up)
     if path not in PATHS:
         raise InputError(f"path is {path!r}; {', '.join(map(repr, PATHS))} are accepted")
     if isinstance(hot, bool) or not isinstance(hot, int):
@@ -130,6 +97,18 @@ def check_path(path: str, hot: int, d_ff: int) -> None:
         raise InputError(f"hot is {hot} on path {path!r}; 0 is accepted, and other values on 'hot_cold' only")
     if path == "hot_cold" and (hot % TILE or not 0 < hot < d_ff):
         raise InputError(f"hot is {hot} of {d_ff} neurons; multiples of {TILE} above 0 and below {d_ff} are accepted")
+    if not isinstance(acts, Activation):
+        raise InputError(f"acts is a {type(acts).__name__}; an Activation is accepted")
+    acts.check(gate is not None)
+    if checks.transformed() or checks.needs_gradient(*tensors):
+        from . import dispatch, train
+
+        if acts != RELU:
+            return dispatch.by_torch(*tensors, acts=acts)
+        return train.train(*tensors, path="dense" if path == "dense" else "twell")[0]
+    if not x.is_cuda and not torch.compiler.is_compiling():
+        check_finite(dict(zip(checks.WEIGHTS, weights)))
+    return infer(*tensors, path, hot, tile, words, acts)
 
 
 def check_finite(weights: dict[str, Tensor | None]) -> None:
@@ -140,7 +119,7 @@ def check_finite(weights: dict[str, Tensor | None]) -> None:
         raise InputError(f"{bad} holds a value that is not finite; finite weights are accepted")
 
 
-def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | None = None) -> TwELL:
+def pack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
     """Pack relu(gate) into TwELL, exact on every input. gate: [rows, d_ff]; positives and NaN are kept. gate may also
     be an array of CuPy's, or of another library that can share its memory (`formats.as_tensor`).
 
@@ -152,8 +131,7 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | N
     if gate.shape[1] == 0:
         raise InputError(f"gate is {list(gate.shape)}; at least one column is needed")
     gate = gate.detach()
-    simulated = checks.check_backend(backend, gate)
-    if not gate.is_cuda and not simulated:
+    if not gate.is_cuda:
         return TwELL.from_gate(gate, tile, words)
     from ..cuda.launch import run
     from . import pack as kernel
@@ -168,33 +146,23 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS, *, backend: str | N
     return TwELL(packed, pointer, column, value, tuple(gate.shape), gate.dtype, tile)
 
 
-@torch.no_grad()
-def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute packed [rows, d_ff] x down^T + bias -> [rows, d_model], the second half of a plain ReLU layer.
 
     Packed values count as they are, of either sign (`TwELL.from_dense`). down: [d_model, d_ff]. Not differentiable."""
-    return _of_packed(None, packed, None, down, None, bias, backend)
+    return _of_packed(None, packed, None, down, None, bias)
 
 
-@torch.no_grad()
-def packed_gated(
-    x: Tensor,
-    packed: TwELL,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *,
-    backend: str | None = None,
-) -> Tensor:
+def packed_gated(x: Tensor, packed: TwELL, up: Tensor, down: Tensor, up_bias=None, down_bias=None) -> Tensor:
     """Compute (g * (x up^T + up_bias)) down^T + down_bias over the packed gate values g, of either sign.
 
     x: [rows, d_model]. Not differentiable."""
     x, _, up, down, _, up_bias, down_bias = checks.check_layer(x, None, up, down, None, up_bias, down_bias)
-    return _of_packed(x, packed, up, down, up_bias, down_bias, backend)
+    return _of_packed(x, packed, up, down, up_bias, down_bias)
 
 
-def _of_packed(x, packed: TwELL, up, down, up_bias, down_bias, backend) -> Tensor:
+@torch.no_grad()
+def _of_packed(x, packed: TwELL, up, down, up_bias, down_bias) -> Tensor:
     """Compute `packed_gated`, or `packed_down` without x and up."""
     if not isinstance(packed, TwELL):
         raise InputError(f"packed is a {type(packed).__name__}; a TwELL, as pack() returns it, is accepted")
@@ -204,7 +172,7 @@ def _of_packed(x, packed: TwELL, up, down, up_bias, down_bias, backend) -> Tenso
         checks.check_tensor("bias", down_bias, shape=(down.shape[0],), **how)
     if x is not None:
         checks.check_tensor("x", x, shape=(packed.shape[0], None), **how)
-    if not checks.check_backend(backend, x, packed.packed, up, down, up_bias, down_bias) and not packed.packed.is_cuda:
+    if not packed.packed.is_cuda:
         from . import cpu
 
         with torch.autocast("cpu", enabled=False):  # the result has the dtype of the packed values
@@ -213,8 +181,8 @@ def _of_packed(x, packed: TwELL, up, down, up_bias, down_bias, backend) -> Tenso
     from . import down as plain
     from . import gated
 
-    down_t, tail = down.detach().t().contiguous(), (packed.tail_pointer, packed.tail_column, packed.tail_value)
+    down_t, tail = down.t().contiguous(), (packed.tail_pointer, packed.tail_column, packed.tail_value)
     if x is None:
         return run(plain.down, packed.packed, None, tail, down_t, down_bias, packed.shape[1], packed.tile)
-    weights = (up.detach().contiguous(), down_t, up_bias, down_bias)
+    weights = (up.contiguous(), down_t, up_bias, down_bias)
     return run(gated.gated, x.contiguous(), packed.packed, None, tail, *weights, packed.tile)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from functools import cache
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # What an entry's letters stand for (cuda.launch.Entry), in words.
 _LETTERS = dict(p="pointer", i="int", u="unsigned", q="long long", f="float", m="tensor map") | {"2": "two pointers"}
-_THREADS = 8  # the compiler runs outside of Python's lock
 
 
 @cache
@@ -50,20 +49,15 @@ def builds(capability: tuple[int, int], dtypes, widths: Sequence[int]) -> list[t
     return list(dict.fromkeys(found))
 
 
-def prebuild(folder: Path, architectures, dtypes, d_models, progress: Callable = lambda *_: None) -> list[str]:
+def prebuild(folder: Path, architectures: Sequence[str], dtypes, d_models: Sequence[int]) -> list[str]:
     """Compile every kernel for these architectures ("sm_90") into `folder`, for TWELL_LAB_CUBINS elsewhere; returns the
-    cubins' names.
-
-    progress: called with (done, of, name) after each. Raises RecordError if the folder cannot be written."""
+    cubins' names. Raises RecordError if the folder cannot be written."""
     core.check_folder(folder)  # before a minute is spent on compiling
     capabilities = [divmod(int(arch.removeprefix("sm_")), 10) for arch in architectures]
     wanted = [build for capability in capabilities for build in builds(capability, dtypes, d_models)]
-    names: list[str] = []
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for cubin in pool.map(lambda one: compiler.compile(one[0].file, one[1], dict(one[2]), cache_in=folder), wanted):
-            names.append(cubin.name)
-            progress(len(names), len(wanted), cubin.name)
-    return names
+    with ThreadPoolExecutor(8) as pool:  # the compiler runs outside of Python's lock
+        made = pool.map(lambda one: compiler.compile(one[0].file, one[1], dict(one[2]), cache_in=folder), wanted)
+        return [cubin.name for cubin in made]
 
 
 def kernel(name: str, **macros: object) -> cupy.RawKernel:
@@ -109,18 +103,14 @@ def describe(name: str, **macros: object) -> str:
     launched = source.kernel(entry, tuple(defines.items()))
     arguments = ", ".join(_LETTERS[letter] for letter in launched.parameters)
     head = (core.kernels_dir() / source.file).read_text(encoding="utf-8").partition("\n#")[0]
-    texts = {path: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("[a-z]*.py")}
-    place, code = next((path, text) for path, text in texts.items() if re.search(rf'Source\(\s*"{source.name}"', text))
+    texts = {path.name: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("[a-z]*.py")}
+    place, code = next((file, text) for file, text in texts.items() if re.search(rf'Source\(\s*"{source.name}"', text))
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     launches = [call for call in calls if ast.unparse(call.func) in ("launch", "call.launch")]
-    return "\n".join(
-        (
-            f"{entry} of kernels/{source.file}: {launched.threads} threads a block; arguments: {arguments}",
-            head,
-            f"Launched in twell_lab/ops/{place.name} (kernel, grid, arguments):",
-            *(ast.get_source_segment(code, call) or "" for call in launches),
-        )
-    )
+    return f"""{entry} of kernels/{source.file}: {launched.threads} threads a block; arguments: {arguments}
+{head}
+Launched in twell_lab/ops/{place} (kernel, grid, arguments):
+""" + "\n".join(ast.get_source_segment(code, call) or "" for call in launches)
 
 
 def choose(name: str, macros: dict[str, object]) -> tuple[Source, str, dict[str, object]]:
