@@ -65,15 +65,12 @@ def after_gate(x, first, up, up_bias, down, down_bias, made_by=None, follow=Fals
     skips = len(token) * _ENTRY_COST <= d_ff * max(1.0, tokens / _TOKENS_FREE[first.dtype])
     # Rows that are not finite show in every neuron of a plain layer with an activation that returns to zero.
     if (up is None and acts.falls_back and not finite) or not skips:
-        y = _dense(x, first, up, up_bias, down, down_bias, made_by, follow, acts)
-    else:
-        y = _sparse(x, first, up, up_bias, down, down_bias, made_by, acts, token, neuron)
+        return _dense(x, first, up, up_bias, down, down_bias, made_by, follow, acts)
+    y = _sparse(x, first, up, up_bias, down, down_bias, made_by, acts, token, neuron)
     # With an infinity or NaN in x its sum is not finite. (After an overflow it is not either; then no row is spoilt.)
     if up is not None and not finite:
         rows = reference.spoilt(x, acts.keeps(first))
-        y[rows] = (
-            torch.nan if not acts.both else reference.gated(x[rows], first[rows], up, down, up_bias, down_bias, acts)
-        )
+        y[rows] = reference.gated(x[rows], first[rows], up, down, up_bias, down_bias, acts)
     return y
 
 
@@ -86,8 +83,7 @@ def _dense(x, first, up, up_bias, down, down_bias, made_by, follow: bool, acts: 
         first = linear(x, *made_by) if made_by else first
     if up is None:
         return linear(acts.dense(first), down, down_bias).to(dtype)
-    hidden = acts.value(first) * acts.of_up(linear(x, up, up_bias))
-    return linear(torch.where(acts.keeps(first), hidden, torch.zeros_like(first)), down, down_bias).to(dtype)
+    return reference.gated(x, first, up, down, up_bias, down_bias, acts).to(dtype)
 
 
 def _sparse(x, first, up, up_bias, down, down_bias, made_by, acts: Activation, token, neuron) -> Tensor:
