@@ -1,9 +1,8 @@
-"""Bounds on the error of a feed-forward layer's result. Tests, benchmarks and the attack (tests/nightly/attack) all
-judge by the functions of this file.
+"""The judge of all results of feed-forward layers, in tests, benchmarks and the attack (tests/nightly/attack).
 
-Row by row, the norm of the error against float64 may be at most twice that of torch's dense layer in the same
-dtype, plus one unit in the last place of the row's largest value. `worst_row` measures that where the float64 result is
-given. `Exact` computes it from the layer, and knows which neurons may count as firing or as silent."""
+Row by row, the norm of the error against float64 may be at most twice that of torch's dense layer in the same dtype,
+plus one unit in the last place of the row's largest value. `worst_row` measures that where the float64 result is given.
+`Exact` computes it from the layer, and knows which neurons may count as firing or as silent."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ class Verdict:
     """What `Exact.judge` found.
 
     ratio: the error of the worst row over what is allowed; at most 1.0 keeps the promise. row: the number of that row,
-    -1 without rows. Where the promise is broken, it is a row that breaks it; others may be further off. How many rows
-    keep the promise only because a neuron may count either way (excused), because the dense layer overflows inside as
-    well (overflowed), if both layers start from the gate as torch rounds it (rounded)."""
+    -1 without rows; where the promise is broken, one that breaks it. How many rows keep the promise only because a
+    neuron may count either way (excused), because the dense layer overflows inside as well (overflowed), or if both
+    layers start from the gate as torch rounds it (rounded)."""
 
     ratio: float
     row: int
@@ -84,8 +83,8 @@ class Exact:
         wide = lambda t: None if t is None else t.detach().double()
         self.x, self._down, self._down_bias = wide(x), wide(down), wide(down_bias)
         self.first = linear(self.x, *map(wide, self._first[1:])) if first is None else wide(first)
-        self._gated, self._times = gate is not None, None if gate is None else linear(self.x, wide(up), wide(up_bias))
-        self._value = self.first if gate is None else self.first * self._times
+        self._gated, self._times = gate is not None, 1.0 if gate is None else linear(self.x, wide(up), wide(up_bias))
+        self._value = self.first * self._times
         self.keep = twell.fires(self.first)
         self.y = self._result(slice(None), self.keep)
 
@@ -94,35 +93,29 @@ class Exact:
         its ReLU, [tokens, d_ff], or None."""
         if y.numel() == 0:
             return Verdict(0.0, -1)
-        ratio, excused, overflowed, rounded = _ratios(y, self.y, dense, self.y), 0, 0, 0
+        ratio, counts = _ratios(y, self.y, dense, self.y), {"excused": 0}
         if bool((ratio > 1.0).any()):
             finite = self.x.isfinite().all(1, keepdim=True)
             also = ~y.isfinite() & ~dense.isfinite() & finite
             lost = ~dense.isfinite().all(1, keepdim=True) & finite
             beside = torch.where(lost, self._endless(y.dtype), dense.double()) if bool(lost.any()) else dense
-
-            def kept_beside(exact: Tensor) -> int:
-                """Return how many more rows keep the bound if this is the exact result."""
-                nonlocal ratio
-                held = _ratios(y, exact, beside, exact, also)
-                more = int(((ratio > 1.0) & (held <= 1.0)).sum())
-                ratio = torch.minimum(ratio, held)
-                return more
-
-            overflowed = kept_beside(self.y)
+            others = {"overflowed": self.y}
             if first is not None:
-                value = first.double() * self._times if self._gated else first.double()
-                rounded = kept_beside(self._result(slice(None), twell.fires(first), value))
+                others["rounded"] = self._result(slice(None), twell.fires(first), first.double() * self._times)
+            for name, exact in others.items():
+                held = _ratios(y, exact, beside, exact, also)
+                counts[name] = int(((ratio > 1.0) & (held <= 1.0)).sum())
+                ratio = torch.minimum(ratio, held)
             failed = (ratio > 1.0).nonzero()[:, 0]
             if 0 < len(failed) <= _MOST_ROWS:
                 failed, flips = failed[ratio[failed].argsort(descending=True)], iter(range(_MOST_FLIPS))
                 for row, doubtful in zip(failed.tolist(), self.doubtful(failed, torch.finfo(y.dtype).eps)):
                     ratio[row] = torch.minimum(ratio[row], self._best_way(row, doubtful, y, dense, flips))
                     if not ratio[row] <= 1.0:
-                        return Verdict(float(ratio[row]), row, excused, overflowed, rounded)
-                    excused += 1
+                        return Verdict(float(ratio[row]), row, **counts)
+                    counts["excused"] += 1
         row = int(ratio.argmax())
-        return Verdict(float(ratio[row]), row, excused, overflowed, rounded)
+        return Verdict(float(ratio[row]), row, **counts)
 
     def doubtful(self, rows, eps: float) -> Tensor:
         """Return which neurons are in doubt in some rows, boolean [rows, d_ff]. eps: of the dtype of the work."""
@@ -154,10 +147,7 @@ class Exact:
             return best
         value, down = self._value[row, which], self._down.t()[which]  # neuron i adds value[i] * down[i] if it fires
         square = value.square() * down.square().sum(1)
-
-        def ratio(exact: Tensor) -> Tensor:
-            return _ratios(y[one], exact, dense[one], self.y[one])[0]
-
+        ratio = lambda exact: _ratios(y[one], exact, dense[one], self.y[one])[0]
         x, weight, bias = self._first
         for start in (self.keep[row], twell.fires(linear(x[one], weight, bias))[0]):
             way = torch.where(doubtful, start, self.keep[row])
@@ -181,11 +171,9 @@ def _ratios(y: Tensor, exact: Tensor, dense: Tensor, dense_exact: Tensor, except
     excepted: boolean, values that are not looked at. Where it is given, a number at the end of the dtype may be rounded
     to infinity: an infinity near the end counts as the least number that rounds to it, or as the exact one beyond."""
     expected, most, eps = exact.to(y.dtype), torch.finfo(y.dtype).max, torch.finfo(y.dtype).eps
-    same = (y == expected) | (y.isnan() & exact.isnan())
-    if excepted is None:
-        finite = expected.isfinite()
-    else:
-        finite, same = exact.isfinite() & ~excepted, same | excepted
+    same, finite = (y == expected) | (y.isnan() & exact.isnan()), expected.isfinite()
+    if excepted is not None:
+        same, finite = same | excepted, exact.isfinite() & ~excepted
 
     def number(value: Tensor, right: Tensor) -> Tensor:
         if excepted is None:
@@ -194,13 +182,11 @@ def _ratios(y: Tensor, exact: Tensor, dense: Tensor, dense_exact: Tensor, except
         over = value.isinf() & (value.sign() == right.sign()) & (right.abs() > most - 8 * most * eps)
         return torch.where(over, torch.where(right.abs() < end.abs(), end, right), value.double())
 
-    def norm(value: Tensor, right: Tensor) -> Tensor:
-        return torch.where(finite & value.isfinite(), value - right, 0.0).norm(dim=1)
-
-    given, beside = number(y, exact), number(dense, dense_exact)
+    norm = lambda value, right: torch.where(finite & value.isfinite(), value - right, 0.0).norm(dim=1)
+    given = number(y, exact)
     broken = (~finite & ~same) | (finite & ~given.isfinite())
     largest = torch.where(finite & expected.isfinite(), expected, 0).abs().amax(1)
     ulp = torch.nextafter(largest, torch.full_like(largest, torch.inf)).double() - largest.double()
     ulp = torch.where(ulp.isfinite(), ulp, eps * largest.double())
-    ratio = norm(given, exact) / (2 * norm(beside, dense_exact) + ulp)
+    ratio = norm(given, exact) / (2 * norm(number(dense, dense_exact), dense_exact) + ulp)
     return torch.where(broken.any(1), torch.inf, ratio)

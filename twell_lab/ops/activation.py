@@ -17,16 +17,15 @@ from ..formats import twell
 if TYPE_CHECKING:
     from ..cuda.launch import Macros
 
-ACTIVATIONS = ("relu", "above", "silu", "gelu", "gelu_tanh")
+# Those that return to zero far below it, without a threshold.
+CURVES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+ACTIVATIONS = ("relu", "above", *CURVES)
 
 
 def activation(kind: str, both: bool = False) -> Macros:
     """Return the macros of activation.cuh for an activation of this kind, with a ReLU on up as well or not."""
-    return (*(((f"ACTS_{kind.upper()}", True),) if kind != "relu" else ()), *((("BOTH", True),) if both else ()))
-
-
-# Those that return to zero far below it, without a threshold.
-CURVES = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+    acts: Macros = () if kind == "relu" else ((f"ACTS_{kind.upper()}", True),)
+    return (*acts, ("BOTH", True)) if both else acts
 
 
 def rounded(threshold: float, dtype: torch.dtype) -> float:
@@ -63,7 +62,6 @@ class Activation(NamedTuple):
 
     @property
     def falls_back(self) -> bool:
-        """Return whether values are of either sign, and return to zero far below it."""
         return self.kind in CURVES
 
     def value(self, first: Tensor) -> Tensor:

@@ -26,7 +26,9 @@ GRAPH_TOKENS = 256  # up to so many tokens a layer takes about as long as its la
 ROTATED = 3  # how many inputs take turns in a timing
 Name = TypeVar("Name", bound=Hashable)  # of a call that is timed
 Timed = Callable[[int], object]  # given the number of its turn
+Calls = dict[Name, Timed]
 Samples = dict[Name, list[float]]  # milliseconds
+Bursts = dict[Name, tuple[list[float], list[float]]]
 
 
 class WrongResult(TwellError, ArithmeticError):
@@ -44,10 +46,10 @@ def firing_rates(d_ff: int, nnz: float, kind: str = "lognormal", *, seed: int = 
     and for an nnz above 0.6 d_ff."""
     if isinstance(nnz, bool) or not isinstance(nnz, (int, float)) or not 0 <= nnz <= 0.6 * d_ff:
         raise InputError(f"nnz is {nnz}; 0 to {0.6 * d_ff:g} (0.6 d_ff) can be drawn")
-    if kind not in ("lognormal", "uniform"):
-        raise InputError(f"workload is {kind!r}; 'lognormal' and 'uniform' are accepted")
     if kind == "uniform":
         return torch.full((d_ff,), nnz / d_ff, dtype=torch.float64)
+    if kind != "lognormal":
+        raise InputError(f"workload is {kind!r}; 'lognormal' and 'uniform' are accepted")
     generator = torch.Generator().manual_seed(seed)
     rate = torch.randn(d_ff, generator=generator, dtype=torch.float64).mul(1.5).exp()
     rate[torch.randperm(d_ff, generator=generator)[: round(0.3 * d_ff)]] = 0
@@ -106,13 +108,13 @@ def drawn(rates: Tensor, tokens: int, d_model: int, dtype, device, *, shrink: fl
 # ---- correctness, before any clock starts ----
 
 
-def check(dense: nn.Module, layer, x: Tensor, rows: int = 64, *, call: Callable | None = None) -> float:
-    """Compare a layer with float64 on `rows` rows spread over x; returns the worst ratio of error to what is allowed.
+def check(dense: nn.Module, layer, x: Tensor, *, call: Callable | None = None) -> float:
+    """Compare a layer with float64 on 64 rows spread over x; returns the worst ratio of error to what is allowed.
 
     layer: what has gate, up and down projections (gate None: a plain layer). call: what computes its result, by default
     the layer itself. Raises WrongResult, naming the row, if the promise of twell_lab.ops.accuracy is broken, and if the
     dense module, whose error the promise allows for, computes something else than the layer's weights say."""
-    picked = torch.linspace(0, x.shape[0] - 1, min(rows, x.shape[0]), device=x.device).long()
+    picked = torch.linspace(0, x.shape[0] - 1, min(64, x.shape[0]), device=x.device).long()
     y, reached = (layer if call is None else call)(x)[picked], dense(x)[picked]
     gate, up, down = layer.gate, layer.up, layer.down
     first = gate or up
@@ -139,7 +141,7 @@ def quartiles(samples: list[float]) -> tuple[float, float]:
     return middle, high - low
 
 
-def time_cpu(calls: dict[Name, Timed], seconds: float) -> Samples[Name]:
+def time_cpu(calls: Calls[Name], seconds: float) -> Samples[Name]:
     """Return milliseconds of each call, for the named calls in turn, until `seconds` have passed, and twice at least.
 
     A turn is twenty calls, one after the other, as of a layer that is used again and again, whose weights stay in the
@@ -156,7 +158,6 @@ def time_cpu(calls: dict[Name, Timed], seconds: float) -> Samples[Name]:
 
 
 def _wall(call: Timed, turn: int) -> float:
-    """Call, and return the milliseconds that the host took."""
     start = time.perf_counter()
     call(turn)
     return 1e3 * (time.perf_counter() - start)
@@ -175,7 +176,7 @@ _READ = 0.3  # milliseconds, about the least that a GPU takes to read a gigabyte
 _MOST_READS = 100  # before a call: what the host needs longer for is a call that waits for the device
 
 
-def time_cuda(calls: dict[Name, Timed], rounds: int = 30) -> Samples[Name]:
+def time_cuda(calls: Calls[Name], rounds: int = 30) -> Samples[Name]:
     """Return milliseconds of GPU time of each call, by device events, for the named calls in turn, `rounds` times.
 
     Before each call a gigabyte is read, as often as its host needs time to prepare it, going by the last warm call (and
@@ -202,9 +203,7 @@ def time_cuda(calls: dict[Name, Timed], rounds: int = 30) -> Samples[Name]:
     return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in events.items()}
 
 
-def time_calls(
-    calls: dict[Name, Timed], device: torch.device, *, seconds: float = 0.1, beside: int = 0
-) -> Samples[Name]:
+def time_calls(calls: Calls[Name], device: torch.device, *, seconds=0.1, beside: int = 0) -> Samples[Name]:
     """Return milliseconds of each plain call, until the device has finished it, for the named calls in turn.
 
     On a GPU by device events, after the L2 cache was emptied and the GPU has nothing left to do: so it is the host's
@@ -237,15 +236,13 @@ def time_calls(
     return samples
 
 
-def time_bursts(
-    calls: dict[Name, Timed], wait: Callable, *, rounds: int = 5, count: int = 10, warm: int | None = None
-) -> dict[Name, tuple[list[float], list[float]]]:
+def time_bursts(calls: Calls[Name], wait: Callable, *, rounds=5, count=10, warm: int | None = None) -> Bursts[Name]:
     """Return two lists of milliseconds a call, for each named call in turn: of a burst of `count` plain calls, until
     the last one returned, and until the device had finished all of them.
 
     wait: returns once the device has finished, as torch.cuda.synchronize does. rounds: bursts of each call. warm: how
     many calls come before a burst and are not timed; None: as many as it has."""
-    samples: dict[Name, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
+    samples: Bursts[Name] = {name: ([], []) for name in calls}
     for _, name in itertools.product(range(rounds), calls):
         for turn in range(count if warm is None else warm):  # or it would meet the caches as another call left them
             calls[name](turn)
