@@ -63,7 +63,7 @@ def workload(tokens: int, d_model: int, d_ff: int, nnz: float, kind: str, dtype,
     fire at a token, at the rates of `firing_rates`. Raises InputError for a size, nnz, kind or dtype that is not
     accepted, or more than fits the device's memory."""
     for name, size, least in (("tokens", tokens, 1), ("d_model", d_model, 8), ("d_ff", d_ff, 1)):
-        if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 2**63:
+        if type(size) is not int or not least <= size < 2**63:
             raise InputError(f"{name} is {size!r:.80}; a whole number from {least} to 2**63 - 1 is accepted")
     if dtype not in VALUE_DTYPES:
         raise InputError(f"dtype is {dtype!r}; torch.bfloat16, float16 and float32 are accepted")
@@ -224,15 +224,14 @@ def time_calls(calls: Calls[Name], device: torch.device, *, seconds=0.1, beside:
             return start.elapsed_time(end)
 
         for call in calls.values():
-            for turn in range(ROTATED - 1):
+            for turn in range(ROTATED):
                 call(turn)
-        began = time.perf_counter()
-        for call in calls.values():
-            milliseconds(call, ROTATED - 1)
-        turns = range(int(min(40, max(5, seconds / (time.perf_counter() - began)))))
         samples: Samples[Name] = {name: [] for name in calls}
-        for turn, name in itertools.product(turns, calls):
-            samples[name].append(milliseconds(calls[name], turn))
+        end, turn = time.perf_counter() + seconds, 0
+        while turn < 5 or turn < 40 and time.perf_counter() < end:
+            for name, call in calls.items():
+                samples[name].append(milliseconds(call, turn))
+            turn += 1
     return samples
 
 
