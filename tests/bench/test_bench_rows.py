@@ -102,7 +102,7 @@ def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypa
 def test_rows_of_a_gpu_hold_times_of_plain_calls_and_peak_memory(clock, monkeypatch):
     monkeypatch.setattr(clocks, "peak_bytes", lambda call: 7)
     calls = dict.fromkeys(("dense eager", "twell"), lambda turn: None)
-    made = rows.measured({"device": "A GPU"}, calls, {"twell": {"choice": "twell"}}, cold=True, tokens=4)
+    made = rows.measured({"device": "A GPU"}, calls, {"twell": {"choice": "twell"}}, tokens=4)
     assert [row["path"] for row in made] == [*calls, "dense eager (graph)", "twell (graph)"]
     assert [row.get("peak_bytes") for row in made] == [7, 7, None, None]
     assert all(row["wall_ms"] == 2.0 and row["dense_wall_ms"] == 2.0 for row in made)

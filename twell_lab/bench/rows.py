@@ -83,7 +83,7 @@ def table(
     and `host_us`. base: the path that others are compared with; None: they are not."""
     medians, lines = {path: clocks.quartiles(values)[0] for path, values in samples.items()}, []
     for path, values in samples.items():
-        name = path.partition(" (graph")[0].partition(" (cold")[0]
+        name = path.partition(" (graph")[0]
         beside = base and base + path[len(name) :]
         dense = medians[beside] if beside else None
         ms, spread = clocks.quartiles(values)
@@ -138,14 +138,19 @@ def clocked(
     tokens too. compiled: of compiled calls too. rounds: samples of each call on the device, and bursts; by default what
     the clocks take, and BURSTS. most: calls of a burst at most."""
     if device.type == "cpu":
-        return _clock_cpu(calls, seconds)
+        start = time.perf_counter()
+        for call in calls.values():
+            call(0)
+        turn = time.perf_counter() - start
+        warm = turn < seconds
+        count = min(30, max(5 if warm else 2, round(seconds / ((1 + warm) * turn))))
+        bursts = clocks.time_bursts(calls, drain, rounds=count, count=1, warm=warm)
+        return {name: wall for name, (_, wall) in bursts.items()}, bursts
     samples, bursts = _clock_gpu(calls, rounds, most)
     if graphs or tokens <= clocks.GRAPH_TOKENS:
         capture = clocks.graphed if tokens <= LARGE else functools.partial(clocks.graphed, inputs=1)
-        captured = {name: call for name, call in calls.items() if compiled or "compiled" not in name}
-        replayed, waited = _clock_gpu(
-            {f"{name} (graph)": capture(call) for name, call in captured.items()}, rounds, MOST
-        )
+        captured = {f"{name} (graph)": capture(calls[name]) for name in calls if compiled or "compiled" not in name}
+        replayed, waited = _clock_gpu(captured, rounds, MOST)
         samples, bursts = samples | replayed, bursts | waited
     return samples, bursts
 
@@ -156,17 +161,6 @@ def _clock_gpu(calls: Calls, rounds: int | None, most: int) -> tuple[Samples, Bu
     return samples, clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
 
 
-def _clock_cpu(calls: Calls, seconds: float) -> tuple[Samples, Bursts]:
-    start = time.perf_counter()
-    for call in calls.values():
-        call(0)
-    turn = time.perf_counter() - start
-    warm = turn < seconds
-    count = min(30, max(5 if warm else 2, round(seconds / ((1 + warm) * turn))))
-    bursts = clocks.time_bursts(calls, drain, rounds=count, count=1, warm=warm)
-    return {name: wall for name, (_, wall) in bursts.items()}, bursts
-
-
 def measured(
     shared: dict,
     calls: Calls,
@@ -174,21 +168,14 @@ def measured(
     seconds: float = 2.0,
     *,
     base: str | None = DENSE,
-    cold: bool = False,
     **how,
 ) -> list[dict]:
     """Return the rows of `table` of these calls, timed as `clocked` does on the device that `shared` names; on a GPU
-    with the peak memory of a plain call. cold: on a CPU time warm calls for half of the seconds, and calls that find
-    nothing in the caches ("NAME (cold)")."""
-    on_gpu = shared["device"] != "CPU"
-    if cold and not on_gpu:
-        samples = clocks.time_cpu(calls, seconds / 2)
-        samples |= {f"{path} (cold)": ms for path, ms in clocks.time_cpu(calls, seconds / 2, cold=True).items()}
-        bursts = {path: (ms, ms) for path, ms in samples.items()}  # a CPU has one clock
-    else:
-        samples, bursts = clocked(calls, torch.device("cuda" if on_gpu else "cpu"), seconds, **how)
+    with the peak memory of a plain call."""
+    device = torch.device("cpu" if shared["device"] == "CPU" else "cuda")
+    samples, bursts = clocked(calls, device, seconds, **how)
     made = table(shared, samples, facts, bursts, base)
-    for row in made if on_gpu else ():
+    for row in made if device.type == "cuda" else ():
         if (call := calls.get(row["path"])) is not None:
             row["peak_bytes"] = clocks.peak_bytes(call)
     return made
@@ -286,4 +273,4 @@ def compare(
     shared = describe(kind, inputs, found.pattern.weight, label, found.pattern.bias) | {"gated": found.gate is not None}
     calls = {path: over(call, inputs) for path, call in {DENSE: layer, **rivals}.items()}
     with torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else nullcontext():
-        return measured(shared, calls, facts, cold=True, tokens=len(inputs[0]), **how)
+        return measured(shared, calls, facts, tokens=len(inputs[0]), **how)

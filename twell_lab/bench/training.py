@@ -142,7 +142,7 @@ def step_rows(case: Case) -> list[dict]:
         facts[name]["choice"] = path
     rounds = 20 if case.tokens <= TOKENS else 8
     how = {"tokens": case.tokens, "graphs": case.graphs, "rounds": rounds, "most": MOST}
-    return rows.measured(shared, calls, facts, cold=True, **how)
+    return rows.measured(shared, calls, facts, **how)
 
 
 # ---- whole steps ----
@@ -178,7 +178,7 @@ def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[d
     sizes = {"tokens": ids[0].numel(), **rows.sizes_of(config), "context": config.context, "nnz": round(fired, 2)}
     sizes["parameters"] = sum(weight.numel() for weight in dense.parameters())
     shared = rows.about("training", next(dense.parameters()), f"whole step, {name}", **sizes)
-    return rows.measured(shared, calls, facts, cold=True, tokens=ids[0].numel(), rounds=10)
+    return rows.measured(shared, calls, facts, tokens=ids[0].numel(), rounds=10)
 
 
 def switch_layers(model: nn.Module, read: Reader, ids: Tensor) -> str:
@@ -242,15 +242,6 @@ def sections(left_out: dict | None = None) -> rows.Sections:
         "lognormal": [Case(nnz=nnz) for nnz in (8, 60, 120)],
         "heavy rows": HEAVY_CASES,
         "uniform": [Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120)],
-        "overflow": [  # the first are pooled, the others lost
-            Case(
-                heavy=int(TOKENS * share),
-                fires=n,
-                in_tile=True,
-                label=f"overflow: {share:.0%} of rows with a tile of {n}",
-            )
-            for share, n in ((0.2, 40), (0.01, 200))
-        ],
     }
     steps = {name: rows.steps(step_rows, cases) for name, cases in layers.items()}
     whole = {"whole step": [partial(model_rows, HALF_BILLION, 30, 8, "8 layers")]}
