@@ -1,9 +1,6 @@
 """The record `training`: forward and backward of a gated layer, L1 on, on each path beside torch's, and whole steps of
-a model; and `host-time`: what plain calls cost the host.
-
-Outputs and gradients are compared with float64 before any clock starts: the norm of the error may be at most twice that
-of torch's dense layer. peak_bytes: the most that one call holds beyond what was there before, its output and all
-gradients included."""
+a model; and `host-time`: what plain calls cost the host. Outputs and gradients are compared with float64 before any
+clock starts: the norm of the error may be at most twice that of torch's dense layer."""
 
 from __future__ import annotations
 
@@ -65,16 +62,15 @@ def _compiled(path: str):
     return torch.compile(dense_layer if path == "torch" else our_layer(path), fullgraph=True, dynamic=False)
 
 
-def step_of(layer, weights: Sequence[Tensor], inputs: list[Tensor], grads: list[Tensor]):
-    """Return a call of one forward and backward pass: turn -> (y, dx, gradients of the weights)."""
+def step_of(layer, weights: Sequence[Tensor], inputs: list[Tensor], grads: list[Tensor]) -> rows.Call:
+    """Return a call of one forward and backward pass: turn -> [y, dx, gradients of the weights]."""
     l1 = torch.full((), L1, device=inputs[0].device)
 
-    def call(turn: int) -> list[Tensor]:
-        x = inputs[turn % len(inputs)]
+    def call(x: Tensor, dy: Tensor) -> list[Tensor]:
         y, norm = layer(x, *weights)
-        return [y, *torch.autograd.grad([y, norm], [x, *weights], [grads[turn % len(grads)], l1])]
+        return [y, *torch.autograd.grad([y, norm], [x, *weights], [dy, l1])]
 
-    return call
+    return rows.over(lambda given: call(*given), [*zip(inputs, grads)])
 
 
 def exact(weights: Sequence[Tensor], x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
