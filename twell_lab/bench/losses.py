@@ -33,7 +33,7 @@ from ..training.text import source
 from ..training.text.source import load_any
 from . import rows
 from .rows import DENSE
-from .workloads import PLACES, Causal, Tokens, check_cut, decode, layer_errors
+from .workloads import PLACES, Causal, Tokens, Workload, check_cut, layer_errors
 
 _PRUNED = {"d_model": 128, "layers": 2, "heads": 4, "d_ff": 512, "context": 64, "batch": 8, "steps": 300, "lr": 2e-3}
 PRUNED = TrainConfig(**_PRUNED, eval_windows=128)  # for a CPU: two minutes on two cores
@@ -227,10 +227,11 @@ def cut_rows(trained: Calibrated, method: str, sparsity: float) -> list[dict]:
     says["loss_change"] = [round(change, 5) for change in (cost.low, cost.change, cost.high)]
     causal = {name: Causal(model) for name, model in models.items()}
     tokens = Tokens(plain.config.vocabulary, trained.windows.device, trained.held_out.long())
-    work = decode(tokens, causal[DENSE], 1, config.context // 2)
-    sizes = {"tokens": 1, **rows.sizes_of(plain.config), "nnz": round(config.d_ff * fmean(density), 2), **work.says}
-    sizes["parameters"] = sum(weight.numel() for weight in plain.parameters())
-    label = f"{method.upper()} {sparsity:.0%}, {work.label}, SiLU trained on {trained.text.name}"
+    ids = tokens.windows(Tokens.MEASURED, 1, cached := config.context // 2)
+    work = Workload(ids[None], kept=causal[DENSE].keep(ids[:, :-1]))
+    sizes = {"tokens": 1, **rows.sizes_of(plain.config), "nnz": round(config.d_ff * fmean(density), 2)}
+    sizes |= {"cached": cached, "parameters": sum(weight.numel() for weight in plain.parameters())}
+    label = f"{method.upper()} {sparsity:.0%}, decode step, batch 1, SiLU trained on {trained.text.name}"
     shared = rows.about("thresholds", next(plain.parameters()), label, **sizes)
     calls: rows.Calls = {name: work.makes(model) for name, model in causal.items()}
     facts = {CUT: says, path: says | {"layer_over_allowed": worst}}

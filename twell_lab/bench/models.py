@@ -235,28 +235,28 @@ class Bench:
         return name + " without the LM head" * (not head)
 
     def work(self, kind: str, tokens: int, head: bool) -> tuple[Workload, Tensor]:
-        """Return a workload, and the result of a copy of the model in float32, which is dropped then; a model in
-        float32 is its own."""
+        """Return a workload, and its result in float32, by a copy of the model that is dropped then."""
         if kind == "model_forward":
             length = min(tokens, self.length)
-            work = workloads.forward(self.tokens, tokens // length, length, head)
+            work = Workload(self.tokens.inputs(tokens // length, length), head)
         else:
-            work = workloads.decode(self.tokens, self.dense, tokens, self.cached, head)
+            ids = self.tokens.windows(Tokens.MEASURED, tokens, self.cached)
+            work = Workload(ids[None], head, self.dense.keep(ids[:, :-1]))
         same = next(self.dense.model.parameters()).dtype == torch.float32
-        right = work.few(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
-        return work, workloads.compared_part(right)
+        return work, work.right(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
 
     @torch.no_grad()
     def rows(self, kind: str, tokens: int, head: bool = True, *, compiled: bool | None = None) -> list[dict]:
-        """Return a row for each path of a workload, DENSE first, and each way in which it was timed; [] where the model
-        has no such step. compiled: by default as asked for in `model`; what cannot be compiled is left out. WrongResult,
-        with nothing timed, where a result is wrong."""
+        """Return a row for each path of a workload, DENSE first, and each way in which it was timed; [] where the
+        model has no such step. compiled: by default as asked for in `model`; what cannot be compiled is left out.
+        WrongResult, with nothing timed, where a result is wrong."""
+        label = self.label(kind, tokens)
         try:
             work, right = self.work(kind, tokens, head)
         except (AttributeError, TypeError, LookupError, ValueError) as error:  # caches of other kinds
             if kind == "model_forward":
                 raise
-            self.left_out[self.label(kind, tokens)] = f"no step with a static cache: {error}"
+            self.left_out[label] = f"no step with a static cache: {error}"
             return []
         sparse = [name for name in self.plans if tokens <= rows.LARGE or name != FOR_GRAPHS]
         paths = must = [DENSE, *sparse]
@@ -265,14 +265,15 @@ class Bench:
             paths = [*must, COMPILED, *(f"{name}{COMPILED_TOO}" for name in few)]
             torch._dynamo.reset()  # which compiles a function for eight models at most
         results: dict[str, Tensor] = {}
-        ways = {path: functools.partial(self._entry, work, right, path, results) for path in paths}
-        calls, facts = rows.admit(ways, self.left_out, f"{work.label}, ", must)
-        shared = self.shared(kind, tokens, work.label) | {"head": head, **work.says}
-        return self.measured(calls, shared, facts, work.label)
+        ways = {path: functools.partial(self._entry, work, right, tokens, label, path, results) for path in paths}
+        calls, facts = rows.admit(ways, self.left_out, f"{label}, ", must)
+        shared = self.shared(kind, tokens, label) | {"head": head}
+        shared |= {} if work.kept is None else {"cached": self.cached}
+        return self.measured(calls, shared, facts, label)
 
     def measured(self, calls: rows.Calls, shared: dict, facts: dict, label: str, captured: bool = True) -> list[dict]:
-        """Time the calls as rows.clocked does; return their rows. shared: what all say. captured: whether they are timed
-        as CUDA graphs too, where that gains anything; `left_out` says why they can't be, if so."""
+        """Time the calls as rows.clocked does; return their rows. shared: what all say. captured: whether they are
+        timed as CUDA graphs too, where that gains anything; `left_out` says why they can't be, if so."""
         tokens, gpu = shared["tokens"], self.device.type == "cuda"
         rounds = 3 if tokens > rows.LARGE else 15  # where the host is waited for, samples vary
         clocked = functools.partial(rows.clocked, calls, self.device, self.seconds, rounds=rounds)
@@ -310,16 +311,18 @@ class Bench:
         said = rows.about(kind, up, f"{self.about}, {workload}", tokens=tokens, **sizes)
         return said | {"nnz_layers": [round(nnz, 1) for nnz in nnzs]}
 
-    def _entry(self, work: Workload, right: Tensor, path: str, results: dict[str, Tensor]) -> rows.Entry:
+    def _entry(
+        self, work: Workload, right: Tensor, tokens: int, label: str, path: str, results: dict[str, Tensor]
+    ) -> rows.Entry:
         """Return the call of a path, and what its rows say of what each layer does, of its error and loss. The result
         is compared with float32, and put into `results`, which has the dense model's."""
         model = self.model_of(path)
         call, said = work.makes(model, "compiled" in path), dict[str, Any]()
         whole = call(0)
         if model is not self.dense:
-            said["choice"] = self._choice(model, work.tokens)
-        if work.read is not None:
-            said["loss"] = round(workloads.next_token_loss(whole, work.read), 6)
+            said["choice"] = self._choice(model, tokens)
+        if self.tokens.text is not None and work.head and whole.shape[1] > 1:
+            said["loss"] = round(workloads.next_token_loss(whole, work.ids[0]), 6)
         result = results[path] = workloads.compared_part(whole)
         off = (result - right).norm()
         said["error"] = round(float(off / right.norm()), 9)
@@ -329,12 +332,12 @@ class Bench:
         allowed = workloads.MARGIN * (results[DENSE] - right).norm() + slack * right.norm()
         lossy = LOSSY in path or LOSSY in said.get("choice", "")
         if path in self.sparse and (self.cut or path.startswith(FORCED)):
-            errors = workloads.layer_errors(self.layers, model.model, self.inputs, work.tokens)
+            errors = workloads.layer_errors(self.layers, model.model, self.inputs, tokens)
             if self.cut and not lossy:
-                said["layer_over_allowed"] = workloads.check_cut(errors, f"{work.label}: {path}")
+                said["layer_over_allowed"] = workloads.check_cut(errors, f"{label}: {path}")
             elif errors:
                 said["layer_error"] = round(fmean(error for error, _ in errors), 9)
-        what = f"{work.label}: {path}: the {'logits' if work.head else 'results'}"
+        what = f"{label}: {path}: the {'logits' if work.head else 'results'}"
         said["error_over_allowed"] = rows.hold(what, float(off / allowed), sys.float_info.max if lossy else 1.0)
         return call, said
 

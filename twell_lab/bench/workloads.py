@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +49,10 @@ class Kept(Keys):
         self.mask = torch.ones(len(keys), 1, 1, self.room, dtype=torch.bool, device=keys.device)
         return self
 
-    def part(self, some: slice, dtype: torch.dtype) -> Kept:
-        """Return a copy of some of the sequences, in this dtype."""
-        layers = [(keys[some].to(dtype, copy=True), values[some].to(dtype, copy=True)) for keys, values in self.layers]
-        return Kept(self.room, layers).decode()
+    def few(self) -> Kept:
+        """Return a float32 copy of those of a few sequences."""
+        part = lambda t: t[:_CHECKED].to(torch.float32, copy=True)  # noqa: E731
+        return Kept(self.room, [(part(keys), part(values)) for keys, values in self.layers]).decode()
 
 
 class Causal:
@@ -128,53 +128,35 @@ class Tokens:
         return taken.view(sequences, timing.ROTATED, length).transpose(0, 1)
 
 
-@dataclass
-class Workload:
-    """Something that a model computes. tokens, label, head: what rows say of it; `says` what else they do. inputs: what
-    the model is given, in turn. few: computes the same on a few of them, to be compared. read: token ids [sequences,
-    length] of a text, whose loss the first results have."""
+class Workload(NamedTuple):
+    """What a model computes: a forward of token ids [turns, sequences, length], in turn; or a step of decoding of their
+    last tokens, where keys and values of the others are kept, which all models share. head: up to the logits."""
 
-    tokens: int
-    label: str
-    head: bool
-    inputs: list[tuple]
-    few: Callable[[Causal], Tensor]
-    says: dict = field(default_factory=dict)
-    read: Tensor | None = None
+    ids: Tensor
+    head: bool = True
+    kept: Kept | None = None
 
     def makes(self, model: Causal, compiled: bool = False) -> rows.Call:
         """Return a call of this model."""
         read = model.reader(self.head, compiled=compiled)
-        return rows.over(lambda given: read(*given), self.inputs)
+        if self.kept is None:
+            return rows.over(read, [*self.ids])
+        return lambda turn: read(self.ids[0, :, -1:], self.kept)
 
-
-def forward(tokens: Tokens, sequences: int, length: int, head: bool = True) -> Workload:
-    """Return a forward of so many sequences, with the head or without it."""
-    ids = tokens.inputs(sequences, length)
-    few = lambda model: model.reader(head)(ids[0][:_CHECKED])  # noqa: E731
-    read = ids[0] if head and tokens.text is not None and length > 1 else None
-    label, inputs = f"{sequences} x {length:,} tokens", [(some,) for some in ids]
-    return Workload(sequences * length, label, head, inputs, few, read=read)
-
-
-@torch.no_grad()
-def decode(tokens: Tokens, dense: Causal, batch: int, cached: int, head: bool = True) -> Workload:
-    """Return a step of decoding: the last of `cached` tokens of each of `batch` sequences, with the others in a static
-    cache, which all models share. Its `few` raises InputError where a model gives something else with such a cache than
-    without."""
-    ids = tokens.windows(tokens.MEASURED, batch, cached)
-    kept = dense.keep(ids[:, :-1])
-
-    def few(model: Causal) -> Tensor:
-        step, some = model.reader(head), ids[:_CHECKED]
-        whole = step(some)[:, -1:]
-        off = (step(some[:, -1:], model.keep(some[:, :-1])) - whole).norm()
-        kind = type(model.model).__name__
-        what = f"a step of {kind} with a static cache gives something else than its whole sequence"
-        need(off <= 1e-2 * whole.norm(), what, "a model whose layers keep all tokens")
-        return step(some[:, -1:], kept.part(slice(_CHECKED), next(model.model.parameters()).dtype))
-
-    return Workload(batch, f"decode step, batch {batch}", head, [(ids[:, -1:], kept)], few, {"cached": cached})
+    @torch.no_grad()
+    def right(self, exact: Causal) -> Tensor:
+        """Return what is compared of the result of a model in float32. InputError where a step of it gives something
+        else with a static cache than without."""
+        read, some = exact.reader(self.head), self.ids[0, :_CHECKED]
+        result, last = read(some), some[:, -1:]
+        if self.kept is not None:
+            whole = result[:, -1:]
+            off = (read(last, exact.keep(some[:, :-1])) - whole).norm()
+            kind = type(exact.model).__name__
+            what = f"a step of {kind} with a static cache gives something else than its whole sequence"
+            need(off <= 1e-2 * whole.norm(), what, "a model whose layers keep all tokens")
+            result = read(last, self.kept.few())
+        return compared_part(result)
 
 
 # ---- what is looked at before the clocks ----
