@@ -113,7 +113,7 @@ def test_layers_of_a_model_are_planned_one_by_one(monkeypatch):
 
 def test_whole_steps_of_a_model_on_every_path():
     config = ModelConfig(vocabulary=64, d_model=64, layers=2, heads=2, d_ff=256, context=32)
-    rows = training.model_rows(config, 10, 2, "tiny")
+    rows = training.model_rows(config, 10, 2, "tiny", {})
     paths = ["dense compiled", "planned compiled", "planned, compiled by layer", "forced twell compiled"]
     assert [row["path"] for row in rows] == [*paths, "dense eager", "planned"]
     for row in rows:

@@ -172,7 +172,7 @@ class Bench:
         self.cached = min(CACHED, length)
         self.length = min(length, max([*counts, *([self.cached] if steps else [])]))
         _check_text(asked.text, vocabulary, max([*counts, *(batch * self.cached for batch in steps)]), self.length)
-        self.device, self.about, self.compiled, self.graphs = place, about, asked.compiled, asked.graphs
+        self.about, self.compiled, self.graphs = about, asked.compiled, asked.graphs
         self.seconds = (3.0 if place.type == "cuda" else 1.0) if asked.seconds is None else asked.seconds
         self.meter, self.no_energy = workloads.meter(place)
         if not self.seconds:
@@ -272,34 +272,30 @@ class Bench:
         return self.measured(calls, shared, facts, label)
 
     def measured(self, calls: rows.Calls, shared: dict, facts: dict, label: str, captured: bool = True) -> list[dict]:
-        """Time the calls as rows.clocked does; return their rows. shared: what all say. captured: whether they are
-        timed as CUDA graphs too, where that gains anything; `left_out` says why they can't be, if so."""
-        tokens, gpu = shared["tokens"], self.device.type == "cuda"
+        """Return the rows of the calls. shared: what all say. captured: whether they are timed as CUDA graphs too,
+        where that gains anything; `left_out` says why they can't be, if so."""
+        tokens, table = shared["tokens"], list[dict]()
         rounds = 3 if tokens > rows.LARGE else 15  # where the host is waited for, samples vary
-        clocked = functools.partial(rows.clocked, calls, self.device, self.seconds, rounds=rounds)
-        timed = None
-        if gpu and captured and tokens <= (rows.LARGE if self.graphs else timing.GRAPH_TOKENS):
+        timed = functools.partial(rows.measured, shared, calls, facts, self.seconds, rounds=rounds)
+        if captured and tokens <= (rows.LARGE if self.graphs else timing.GRAPH_TOKENS):
             try:
-                timed = clocked(tokens=tokens, graphs=True, compiled=True)
+                table = timed(tokens=tokens, graphs=True, compiled=True)
             except RuntimeError as error:
                 if isinstance(error, TwellError):
                     raise
                 self.left_out[f"{label}, as CUDA graphs"] = rows.first_line(error)
-        samples, bursts = timed or clocked()
-        spent: dict[str, dict] = {}
+        table = table or timed()
+        alone, spent = {row["path"]: row["ms"] for row in table}, dict[str, dict]()
         if self.meter is not None and shared["head"]:  # plain calls wait for the host: of graphs where there are any
-            graphs = [path for path in samples if path.endswith("(graph)")]
-            each = {path: timing.graphed(calls[path.removesuffix(" (graph)")], inputs=1) for path in graphs} or calls
+            graphs = {path: calls[path.removesuffix(" (graph)")] for path in alone if path not in calls}
+            each = {path: timing.graphed(call, inputs=1) for path, call in graphs.items()} or calls
             spent = workloads.energy_facts(self.meter, each, max(1, round(self.seconds)), tokens)
-        table = rows.table(shared, samples, facts, bursts)
         for row in table:
             path, rate = row["path"], tokens / row["wall_ms"]
-            decodes = shared["kind"] == "model_decode"
-            row |= ({"tokens_per_s": 1e3 * rate} if decodes else {"tokens_per_ms": rate}) | spent.get(path, {})
-            if (graph := f"{path} (graph)") in samples:
-                row["gpu_ms"] = timing.quartiles(samples[graph])[0]
-            if gpu and path in calls:
-                row["peak_bytes"] = timing.peak_bytes(calls[path])
+            row |= {"tokens_per_s": 1e3 * rate} if shared["kind"] == "model_decode" else {"tokens_per_ms": rate}
+            row |= spent.get(path, {})
+            if (graph := f"{path} (graph)") in alone:
+                row["gpu_ms"] = alone[graph]
         return table
 
     def shared(self, kind: str, tokens: int, workload: str) -> dict:

@@ -144,7 +144,7 @@ def step_rows(case: Case) -> list[dict]:
 # ---- whole steps ----
 
 
-def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[dict]:
+def model_rows(config: ModelConfig, nnz: float, batch: int, name: str, left_out: dict[str, str]) -> list[dict]:
     """Return rows of whole training steps of a model on `batch` windows, in which about `nnz` neurons fire at a token:
     all layers dense, each as the trainer would choose, and all sparse. name: of the workload, after "whole step"."""
     torch._dynamo.reset()
@@ -170,7 +170,7 @@ def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[d
         DENSE: (dense, dense),
         "planned": (twin, twin),
     }
-    calls, facts = whole_steps(ways, ids, choice)
+    calls, facts = whole_steps(ways, ids, choice, left_out)
     sizes = {"tokens": ids[0].numel(), **rows.sizes_of(config), "context": config.context, "nnz": round(fired, 2)}
     sizes["parameters"] = sum(weight.numel() for weight in dense.parameters())
     shared = rows.about("training", next(dense.parameters()), f"whole step, {name}", **sizes)
@@ -193,13 +193,13 @@ def counted(taken: Counter[str]) -> str:
 
 
 def whole_steps(
-    ways: dict[str, tuple[nn.Module, Reader]], ids: Tensor, choice: str, left_out: dict[str, str] | None = None
+    ways: dict[str, tuple[nn.Module, Reader]], ids: Tensor, choice: str, left_out: dict[str, str]
 ) -> tuple[rows.Calls, dict[str, dict]]:
     """Return calls of one step of each model on token ids [inputs, sequences, length], turn -> its loss, and what their
     rows say: the loss with L1, backward, and AdamW with a learning rate of zero, so that every step is the same.
 
     ways: models, and what reads ids and gives logits by them. choice: what rows of planned models say. left_out: takes
-    what can't be compiled, and why; by default that is raised. Raises WrongResult where losses differ."""
+    what can't be compiled, and why. Raises WrongResult where losses differ."""
 
     def entry(path: str) -> rows.Entry:
         model, read = ways[path]
@@ -219,10 +219,8 @@ def whole_steps(
         said = {"loss": round(float(step(0)), 4)}
         return step, said | ({"choice": choice} if path.startswith("planned") else {})
 
-    must = [path for path in ways if left_out is None or "compiled" not in path]
-    calls, facts = rows.admit(
-        {path: partial(entry, path) for path in ways}, {} if left_out is None else left_out, "training, ", must
-    )
+    must = [path for path in ways if "compiled" not in path]
+    calls, facts = rows.admit({path: partial(entry, path) for path in ways}, left_out, "training, ", must)
     for path, said in facts.items():
         rows.hold(f"training: the loss of {path}", abs(said["loss"] / facts[DENSE]["loss"] - 1), 0.02)
     return calls, facts
@@ -231,7 +229,7 @@ def whole_steps(
 HALF_BILLION = ModelConfig(vocabulary=32768, d_model=D_MODEL, layers=8, heads=16, d_ff=D_FF, context=2048)
 
 
-def sections(left_out: dict | None = None) -> rows.Sections:
+def sections(left_out: dict) -> rows.Sections:
     """Return the steps of the record, as in bench.forward."""
     layers = {
         "tokens": [Case(tokens, graphs=True) for tokens in COUNTS],
@@ -240,7 +238,7 @@ def sections(left_out: dict | None = None) -> rows.Sections:
         "uniform": [Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120)],
     }
     steps = {name: rows.steps(step_rows, cases) for name, cases in layers.items()}
-    whole = {"whole step": [partial(model_rows, HALF_BILLION, 30, 8, "8 layers")]}
+    whole = {"whole step": [partial(model_rows, HALF_BILLION, 30, 8, "8 layers", left_out)]}
     return {name: steps.pop(name) for name in ("tokens", "lognormal", "heavy rows")} | whole | steps
 
 
