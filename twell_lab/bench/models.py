@@ -64,10 +64,8 @@ def model(
     progress: bool = True,
 ) -> Record:
     """Time a causal language model, dense beside sparse: forwards and steps of decoding with a cache, each with the LM
-    head and without it, and steps of training. On a GPU also peak memory, and energy where nvidia-ml-py is installed.
-
-    Copies of the model are swapped. Before any clock starts, results are compared with those of a float32 run; of a
-    model with thresholds (CATS, TEAL, FATReLU) each layer is compared with the dense one.
+    head and without it. Copies of the model are swapped. Before any clock starts, results are compared with those of a
+    float32 run; of a model with thresholds (CATS, TEAL, FATReLU) each layer is compared with the dense one.
 
     Args:
         model: one of transformers or this project's, dense and in evaluation mode, as `tl.load` gives it; or sizes: a
@@ -76,32 +74,32 @@ def model(
             reports (0.5%): rows call it drawn.
         tokens: of each forward: up to the model's context (2,048 at most), or a multiple of it, which is that many
             sequences. By default one sequence.
-        batches: of the steps of decoding behind 511 tokens, or as many as the context has; on a GPU each step is also
-            captured as a CUDA graph. () for no decoding.
+        batches: of the steps of decoding behind up to 511 tokens; on a GPU each step is also captured as a CUDA graph.
+            () for no decoding.
         text: token ids, int64 [length], on which neurons fire as they really do; by default random ones. The first half
             is profiled and planned on, the rest is measured.
         firing: of a drawn model: a profile of a trained one, or the name of a file with one, as whose neurons its own
             then fire, layer by layer at the same relative depth, though independently.
         plan: what the layers do, as for `tl.sparsify`: a Plan, the name of a file with one, a Choice, or the name of a
-            path, which all layers take: rows have its error, which of a lossy one is never too large, and of a text the
-            loss. By default the layers are planned here, for these numbers of tokens.
-        compiled: also time both models under torch.compile. What cannot be compiled is left out; the notes say why.
+            path, which all layers take; a lossy one is timed whatever its error. By default the layers are planned
+            here, for these numbers of tokens.
+        compiled: also time both models under torch.compile.
         graphs: on a GPU, also time forwards of up to 16,384 tokens as CUDA graphs, and a model that is planned for
             these, which is the one that is compiled.
         training: also time a training step on the fewest of `tokens` above 1, dense and as twell-lab train would.
         seconds: for how long each workload is timed on a CPU, by default 1; on a GPU, for how many seconds the energy
-            of each path is read, by default 3; 0 for no energy.
+            of each path is read, by default 3, where nvidia-ml-py is installed; 0 for no energy.
         device, dtype: of a drawn model; by default a GPU where there is one, and the dtype of ops.clock.dtype_for.
         progress: show a bar on stderr, if that is a terminal.
 
     Returns:
-        A Record with rows of kind "model_forward" and "model_decode" (tokens: the batch), and "model_training". Beside
-        what rows of layers have: `head`, `tokens_per_ms` or `tokens_per_s` of plain calls, `choice` (what the layers
-        run), `error` (of results against a float32 run), `layer_error` (of a layer's output, on average, where a path
-        was named), `loss` (of forwards with the head, on a text); on a GPU `peak_bytes`, `gpu_ms` (of the call as a CUDA
+        A Record with rows of kind "model_forward", "model_decode" (tokens: the batch) and "model_training". Beside what
+        rows of layers have: `head`, `tokens_per_ms` or `tokens_per_s` of plain calls, `choice` (what the layers run),
+        `error` (of results against a float32 run), `layer_error` (of a layer's output, on average, where a path was
+        named), `loss` (of forwards with the head, on a text); on a GPU `peak_bytes`, `gpu_ms` (of the call as a CUDA
         graph: events around a call that waits for the host hold the waiting too), and `mj_per_token` (of graphs where
-        there are any). Its notes say under "energy" why there is none, and under "left_out" what does not run here. An
-        interruption (Ctrl-C) ends it with the rows that there are.
+        there are any). Its notes say under "energy" why there is none, and under "left_out" what does not run here, as
+        what cannot be compiled. An interruption (Ctrl-C) ends it with the rows that there are.
 
     Raises:
         InputError: for a model or an argument that is not accepted, a plan of another model, a path that does not take
@@ -265,7 +263,34 @@ class Bench:
             paths = [*must, COMPILED, *(f"{name}{COMPILED_TOO}" for name in few)]
             torch._dynamo.reset()  # which compiles a function for eight models at most
         results: dict[str, Tensor] = {}
-        ways = {path: functools.partial(self._entry, work, right, tokens, label, path, results) for path in paths}
+
+        def entry(path: str) -> rows.Entry:
+            model = self.model_of(path)
+            call, said = work.makes(model, "compiled" in path), dict[str, Any]()
+            whole = call(0)
+            if model is not self.dense:
+                said["choice"] = self._choice(model, tokens)
+            if self.tokens.text is not None and head and whole.shape[1] > 1:
+                said["loss"] = round(workloads.next_token_loss(whole, work.ids[0]), 6)
+            result = results[path] = workloads.compared_part(whole)
+            off = (result - right).norm()
+            said["error"] = round(float(off / right.norm()), 9)
+            if path == DENSE:
+                return call, said
+            slack = workloads.CUT_SLACK if self.cut else workloads.SLACK
+            allowed = workloads.MARGIN * (results[DENSE] - right).norm() + slack * right.norm()
+            lossy = LOSSY in path or LOSSY in said.get("choice", "")
+            if path in self.sparse and (self.cut or path.startswith(FORCED)):
+                errors = workloads.layer_errors(self.layers, model.model, self.inputs, tokens)
+                if self.cut and not lossy:
+                    said["layer_over_allowed"] = workloads.check_cut(errors, f"{label}: {path}")
+                elif errors:
+                    said["layer_error"] = round(fmean(error for error, _ in errors), 9)
+            what = f"{label}: {path}: the {'logits' if head else 'results'}"
+            said["error_over_allowed"] = rows.hold(what, float(off / allowed), sys.float_info.max if lossy else 1.0)
+            return call, said
+
+        ways = {path: functools.partial(entry, path) for path in paths}
         calls, facts = rows.admit(ways, self.left_out, f"{label}, ", must)
         shared = self.shared(kind, tokens, label) | {"head": head}
         shared |= {} if work.kept is None else {"cached": self.cached}
@@ -306,36 +331,6 @@ class Bench:
         sizes["parameters"] = sum(weight.numel() for weight in self.dense.model.parameters())
         said = rows.about(kind, up, f"{self.about}, {workload}", tokens=tokens, **sizes)
         return said | {"nnz_layers": [round(nnz, 1) for nnz in nnzs]}
-
-    def _entry(
-        self, work: Workload, right: Tensor, tokens: int, label: str, path: str, results: dict[str, Tensor]
-    ) -> rows.Entry:
-        """Return the call of a path, and what its rows say of what each layer does, of its error and loss. The result
-        is compared with float32, and put into `results`, which has the dense model's."""
-        model = self.model_of(path)
-        call, said = work.makes(model, "compiled" in path), dict[str, Any]()
-        whole = call(0)
-        if model is not self.dense:
-            said["choice"] = self._choice(model, tokens)
-        if self.tokens.text is not None and work.head and whole.shape[1] > 1:
-            said["loss"] = round(workloads.next_token_loss(whole, work.ids[0]), 6)
-        result = results[path] = workloads.compared_part(whole)
-        off = (result - right).norm()
-        said["error"] = round(float(off / right.norm()), 9)
-        if path == DENSE:
-            return call, said
-        slack = workloads.CUT_SLACK if self.cut else workloads.SLACK
-        allowed = workloads.MARGIN * (results[DENSE] - right).norm() + slack * right.norm()
-        lossy = LOSSY in path or LOSSY in said.get("choice", "")
-        if path in self.sparse and (self.cut or path.startswith(FORCED)):
-            errors = workloads.layer_errors(self.layers, model.model, self.inputs, tokens)
-            if self.cut and not lossy:
-                said["layer_over_allowed"] = workloads.check_cut(errors, f"{label}: {path}")
-            elif errors:
-                said["layer_error"] = round(fmean(error for error, _ in errors), 9)
-        what = f"{label}: {path}: the {'logits' if work.head else 'results'}"
-        said["error_over_allowed"] = rows.hold(what, float(off / allowed), sys.float_info.max if lossy else 1.0)
-        return call, said
 
     def _choice(self, model: Causal, tokens: int) -> str:
         """Return how many layers of a sparse model take which path for so many tokens."""
