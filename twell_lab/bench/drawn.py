@@ -51,11 +51,11 @@ def nnzs_of(sizes: ModelConfig) -> list[float]:
     return nnzs
 
 
-def check_room(sizes: ModelConfig, dtype: torch.dtype, copies: int) -> None:
-    """Raise InputError, before anything is built, where so many models and one in float32 are more than this machine's
-    memory."""
-    needed = parameters(sizes) * (copies * dtype.itemsize + (0 if dtype == torch.float32 else 4))
-    there, takes = core.memory() or needed, f"{parameters(sizes) / 1e9:.2g} billion parameters, {copies} times, takes"
+def check_room(sizes: ModelConfig, dtype: torch.dtype) -> None:
+    """Raise InputError, before anything is built, where a model, its sparse copy and one in float32 are more than this
+    machine's memory."""
+    needed = parameters(sizes) * (2 * dtype.itemsize + (0 if dtype == torch.float32 else 4))
+    there, takes = core.memory() or needed, f"{parameters(sizes) / 1e9:.2g} billion parameters, twice, takes"
     memory = f"{needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}"
     need(needed <= there, f"a model of {takes} {memory}", "smaller sizes")
 
@@ -68,27 +68,16 @@ def llama(
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
-        raise StackError(
-            "this benchmark times a model of transformers, which is missing: pip install transformers"
-        ) from None
-    fields = dict(
-        hidden_size=sizes.d_model,
-        intermediate_size=sizes.d_ff,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.heads,
-        vocab_size=sizes.vocabulary,
-        max_position_embeddings=sizes.context + 1,
-        hidden_act="relu",
-        mlp_bias=True,
-    )
-    config = LlamaConfig(**fields | changes)
+        raise StackError("a drawn model is one of transformers, which is missing: pip install transformers") from None
+    fields = {"hidden_size": sizes.d_model, "intermediate_size": sizes.d_ff, "num_hidden_layers": sizes.layers}
+    fields |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), sizes.heads)
+    fields |= {"vocab_size": sizes.vocabulary, "max_position_embeddings": sizes.context + 1}
+    config = LlamaConfig(**{**fields, "hidden_act": "relu", "mlp_bias": True, **changes})
     torch.manual_seed(0)
     with torch.device(device):
         model = LlamaForCausalLM(config)
     # As trained models are: a token says more than the mean of the tokens before it. With transformers' own values that
-    # mean, which is nearly the same for all tokens of a sequence, grows from layer to layer, and what fires in one
-    # sequence says little of another.
+    # mean grows from layer to layer, and what fires in one sequence says little of another.
     torch.nn.init.normal_(model.model.embed_tokens.weight)
     for layer in model.model.layers:
         for added in (layer.self_attn.o_proj, layer.mlp.down_proj):

@@ -1,8 +1,7 @@
 """What two methods cost in the loss of models that are trained here, on the text of the standard library: pruned
 weights, in bits a byte, and thresholds, beside the time of a step of decoding.
 
-Whatever is compared begins with the same weights and reads the same windows. A lossy row says `loss` in nats a token of
-held-out text and `loss_change`, of the change against the dense model low, mean and high."""
+Whatever is compared begins with the same weights and reads the same windows."""
 
 from __future__ import annotations
 
@@ -55,11 +54,9 @@ def _backward(model: nn.Module, windows: Tensor, dtype: str) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of pruning, by default none.
-
-    name: of the rows. mask: from a weight and a sparsity to what stays; it is pruned at once, and what is left trains
-    on. gradual: more and more goes in the first two thirds of the training, all weights learning. l1: instead of a
-    mask, zeros are trained in by the proximal step of L1 in the first half, and stay."""
+    """One way of pruning, by default none. mask: from a weight and a sparsity to what stays; it is pruned at once, and
+    what is left trains on. gradual: more and more goes in the first two thirds of the training, all weights learning.
+    l1: instead of a mask, zeros are trained in by the proximal step of L1 in the first half, and stay."""
 
     name: str
     mask: Callable[[Tensor, float], Tensor] | None = None
@@ -102,13 +99,13 @@ class Trained:
         """Return bits a byte of held-out text."""
         bits = bits_per_byte(model.eval(), self.held_out)
         model.train()
-        return bits
+        return round(bits, 5)
 
 
 def way_rows(trained: Trained, way: Way) -> list[dict]:
     """Return one row: `bits_before` and `bits_after` the training, `sparsity` of the pruned layers (all but the head)
-    afterwards; ms: the wall time of a training step. Of a gradual way bits_before is that of as many zeros put in at
-    once, of one with L1 that when the zeros are in place, half of the steps being done."""
+    afterwards; ms: the wall time of a step. Of a gradual way bits_before is that of as many zeros put in at once, of
+    one with L1 that when the zeros are in place, half of the steps being done."""
     config, samples = trained.config, list[float]()
     steps, lr = round(TRAINED_ON * config.steps), SLOWER * config.lr
     model = copy.deepcopy(trained.model).train().requires_grad_(True)
@@ -142,15 +139,10 @@ def way_rows(trained: Trained, way: Way) -> list[dict]:
     masks = [layer.mask if isinstance(layer, SparseLinear) else layer.weight != 0 for layer in _linear(model)]
     workload = f"training step, trained on {trained.text.name}"
     shared = rows.about("pruning", weights[0], workload, tokens=config.batch * config.context, **rows.sizes_of(config))
-    facts = {
-        "dtype": config.dtype,
-        "seed": config.seed,
-        "steps": steps,
-        "sparsity": round(1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks), 6),
-        "bits_before": round(before, 5),
-        "bits_after": round(trained.bits(model), 5),
-    }
-    return rows.table(shared | facts, {way.name: samples}, base=None)
+    zeros = 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+    shared |= {"dtype": config.dtype, "seed": config.seed, "steps": steps, "sparsity": round(zeros, 6)}
+    shared |= {"bits_before": before, "bits_after": trained.bits(model)}
+    return rows.table(shared, {way.name: samples}, base=None)
 
 
 def _prune(model: nn.Module, mask: Callable[[Tensor], Tensor], **how: str) -> None:
@@ -177,8 +169,8 @@ CUT_SPARSITIES = (0.3, 0.5, 0.7, 0.9)  # of what each method cuts
 
 
 class Calibrated:
-    """A model with SiLU layers that a config trained, float32, in evaluation mode; held-out windows, int64
-    [eval_windows, context]; and by method what its layers did on some of the text that it was trained on."""
+    """A model with SiLU layers that a config trained, float32, in evaluation mode; held-out windows; and by method what
+    its layers did on some of the text that it was trained on."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.text, context = config, source.standard_library(), config.context
@@ -210,8 +202,9 @@ def _with_silu(config: TrainConfig, text: Tensor) -> nn.Module:
 @torch.no_grad()
 def cut_rows(trained: Calibrated, method: str, sparsity: float) -> list[dict]:
     """Return the rows of a step of decoding one sequence in bfloat16, behind half a context: the model with thresholds
-    of this sparsity, dense and on kernels, beside the one without. WrongResult where the kernels compute something else
-    than the dense layers."""
+    of this sparsity, dense and on kernels, beside the one without. They say `loss` in nats a token of held-out text and
+    `loss_change`, of the change against the dense model low, mean and high. WrongResult where the kernels compute
+    something else than the dense layers."""
     config, path = trained.config, SPARSE[method]
     chosen = trained.calibration[method].at(sparsity)
     cost = chosen.loss(trained.model, trained.windows)

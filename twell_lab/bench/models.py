@@ -373,7 +373,7 @@ def _drawing(sizes: ModelConfig, place: torch.device, dtype, firing) -> Callable
     kind = type(firing).__name__
     need(isinstance(firing, FiringProfile | None), f"firing is a {kind}", "a FiringProfile or a file's name")
     if place.type == "cpu":  # a GPU says what does not fit
-        drawn.check_room(sizes, dtype, 2)
+        drawn.check_room(sizes, dtype)
     return lambda: Causal(drawn.fired(sizes, place, dtype, firing))
 
 
