@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,16 +40,11 @@ def sizes_of(size: str | ModelConfig) -> ModelConfig:
 
 
 def nnzs_of(sizes: ModelConfig) -> list[float]:
-    """Return the mean nnz of each layer, the same shares of d_ff as in the paper's 2B model. It rises from the first to
-    the last with that power of the depth that gives the mean over all layers."""
-    share = sizes.d_ff / _D_FF
-    least, most, mean = (share * nnz for nnz in (_MEAN if sizes.layers == 1 else _LEAST, _MOST, _MEAN))
-    low, high, nnzs = 0.01, 100.0, list[float]()
-    for _ in range(60):
-        power = (low + high) / 2
-        nnzs = [least + (most - least) * (i / max(1, sizes.layers - 1)) ** power for i in range(sizes.layers)]
-        low, high = (power, high) if sum(nnzs) > mean * sizes.layers else (low, power)
-    return nnzs
+    """Return the mean nnz of each layer, the same shares of d_ff as in the paper's 2B model. It rises with the third
+    power of the depth, as there."""
+    depths = [i / max(1, sizes.layers - 1) for i in range(sizes.layers)]
+    nnzs = [_LEAST + (_MOST - _LEAST) * depth**3 for depth in depths]
+    return [nnz / fmean(nnzs) * _MEAN / _D_FF * sizes.d_ff for nnz in nnzs]
 
 
 def check_room(sizes: ModelConfig, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from ..analysis import switching
 from ..analysis.profile import profile
-from ..layers.choice import one_of_each
+from ..layers.choice import Choice
 from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import DENSE as LEARNS_DENSE
@@ -244,48 +244,38 @@ def sections(left_out: dict) -> rows.Sections:
 
 # ---- host time ----
 
-HOST_TOKENS, HOT, ROUNDS = (1, 16, 256, 2048, 16384), 512, 60
+HOST_TOKENS, ROUNDS = (1, 16, 256, 2048, 16384), 60
 
 
 def host_rows(case: Case) -> list[dict]:
-    """Return the time until a call returns (`ms`) and until its result is there (`wall_ms`) of a gated layer on each
-    path: a forward pass without gradients, and a forward and backward pass. The GPU is idle before each call: `ms` is
+    """Return the time until a call returns (`ms`) and until its result is there (`wall_ms`) of a gated layer, dense and
+    packed: a forward pass without gradients, and a forward and backward pass. The GPU is idle before each call: `ms` is
     what Python, torch, the allocator and the driver take, and where the two are nearly equal, a faster kernel gains
     nothing."""
     layer, inputs, _ = case.draw()
-    with torch.no_grad():  # each path has a layer of its own, whose weights lie as it reads them
-        sparse = {
-            str(choice): SparseFFN.from_module(copy.deepcopy(layer), plan=choice)
-            for choice in one_of_each(case.d_ff, HOT)
-        }
-        for call in sparse.values():
-            rows.check(layer, call, inputs)
-        calls = {name: rows.over(call, inputs) for name, call in {DENSE: layer, **sparse}.items()}
-        made = _host_rows(layer, inputs, "forward", calls)
+    shared = rows.describe("host", inputs, layer.gate_proj.weight, "forward") | {"gated": True}
+    with torch.no_grad():  # its weights lie as it reads them
+        sparse = SparseFFN.from_module(copy.deepcopy(layer), plan=Choice("twell"))
+        rows.check(layer, sparse, inputs)
+        made = _host_rows(shared, {name: rows.over(call, inputs) for name, call in ((DENSE, layer), ("twell", sparse))})
     layer.train().requires_grad_(True)
     inputs = [x.detach().requires_grad_() for x in inputs]
-    grads = [torch.randn_like(x) for x in inputs]
+    given = [(x, torch.randn_like(x)) for x in inputs]
 
-    def step(call: nn.Module, turn: int) -> list[Tensor]:
-        x, dy = inputs[turn % len(inputs)], grads[turn % len(inputs)]
-        y = call(x)
-        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+    def step(call: nn.Module, given: tuple[Tensor, Tensor]) -> list[Tensor]:
+        y = call(given[0])
+        return [y, *torch.autograd.grad(y, [given[0], *layer.parameters()], given[1])]
 
-    learners = {path: SparseFFN.from_module(layer) for path in train.PATHS}
-    for path, learner in learners.items():
-        learner.learn(path)
-    steps = {name: partial(step, call) for name, call in {DENSE: layer, **learners}.items()}
+    learner = SparseFFN.from_module(layer)
+    learner.learn("twell")
+    steps = {name: rows.over(partial(step, call), given) for name, call in ((DENSE, layer), ("twell", learner))}
     weights = [projection.weight for projection in (layer.gate_proj, layer.up_proj, layer.down_proj)]
-    checked(steps, weights, inputs[0], grads[0], l1=0.0)
-    return made + _host_rows(layer, inputs, "forward and backward", steps)
+    checked(steps, weights, *given[0], l1=0.0)
+    return made + _host_rows(shared | {"workload": "forward and backward"}, steps)
 
 
-def _host_rows(layer: nn.Module, inputs: list[Tensor], what: str, calls: rows.Calls) -> list[dict]:
-    for call in calls.values():
-        for turn in range(5):
-            call(turn)
+def _host_rows(shared: dict, calls: rows.Calls) -> list[dict]:
     bursts = clocks.time_bursts(calls, rows.drain, rounds=ROUNDS, count=1, warm=0)
-    shared = rows.describe("host", inputs, layer.gate_proj.weight, what) | {"gated": True}
     return rows.table(shared, {path: host for path, (host, _) in bursts.items()}, bursts=bursts)
 
 
