@@ -4,6 +4,7 @@ each layer fires as sparsely as asked for. Wherever their times are shown, they 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from statistics import fmean
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from .. import core
 from ..analysis.profile import FiringProfile
 from ..core import StackError
+from ..formats.twell import VALUE_DTYPES
 from ..layers.find import feed_forwards
 from ..models.tiny import ModelConfig, parameters
 from ..ops import clock
@@ -37,23 +39,6 @@ def sizes_of(size: str | ModelConfig) -> ModelConfig:
     what = f"the configuration has gated={size.gated} and activation={size.activation!r}, and a Llama is drawn"
     need(size.gated and size.activation == "relu", what, "gated=True and 'relu', or a model of these sizes")
     return size
-
-
-def nnzs_of(sizes: ModelConfig) -> list[float]:
-    """Return the mean nnz of each layer, the same shares of d_ff as in the paper's 2B model. It rises with the third
-    power of the depth, as there."""
-    depths = [i / max(1, sizes.layers - 1) for i in range(sizes.layers)]
-    nnzs = [_LEAST + (_MOST - _LEAST) * depth**3 for depth in depths]
-    return [nnz / fmean(nnzs) * _MEAN / _D_FF * sizes.d_ff for nnz in nnzs]
-
-
-def check_room(sizes: ModelConfig, dtype: torch.dtype) -> None:
-    """Raise InputError, before anything is built, where a model, its sparse copy and one in float32 are more than this
-    machine's memory."""
-    needed = parameters(sizes) * (2 * dtype.itemsize + (0 if dtype == torch.float32 else 4))
-    there, takes = core.memory() or needed, f"{parameters(sizes) / 1e9:.2g} billion parameters, twice, takes"
-    memory = f"{needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}"
-    need(needed <= there, f"a model of {takes} {memory}", "smaller sizes")
 
 
 def llama(
@@ -123,13 +108,30 @@ def rates_like(firing: FiringProfile, layers: int, d_ff: int) -> list[Tensor]:
 @torch.no_grad()
 def fired(
     sizes: ModelConfig,
-    device: torch.device | str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-    firing: FiringProfile | None = None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    firing: FiringProfile | str | os.PathLike | None = None,
 ) -> nn.Module:
-    """Return a drawn model whose layers fire as often as those of the paper, or as those of the profile do."""
+    """Return a drawn model whose layers fire as often as those of the paper, or as those of a profile (or a file with
+    one) do. InputError, before anything is built, where this machine's memory is too small for it, a sparse copy and
+    one in float32; a GPU says itself what does not fit."""
+    dtype = dtype or clock.dtype_for(device)
+    need(dtype in VALUE_DTYPES, f"dtype is {dtype!r:.80}", "bfloat16, float16 and float32")
+    firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
+    kind = type(firing).__name__
+    need(isinstance(firing, FiringProfile | None), f"firing is a {kind}", "a FiringProfile or a file's name")
+    needed = parameters(sizes) * (2 * dtype.itemsize + (0 if dtype == torch.float32 else 4))
+    there = core.memory() or needed
+    memory = f"{needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}"
+    what = f"a model of {parameters(sizes) / 1e9:.2g} billion parameters, twice, takes {memory}"
+    need(device.type != "cpu" or needed <= there, what, "smaller sizes")
+    if firing is None:  # the share of the neurons rises with the third power of the depth, as in the paper's 2B model
+        depths = [i / max(1, sizes.layers - 1) for i in range(sizes.layers)]
+        shape = [_LEAST + (_MOST - _LEAST) * depth**3 for depth in depths]
+        rates: Sequence[float | Tensor] = [nnz / fmean(shape) * _MEAN / _D_FF * sizes.d_ff for nnz in shape]
+    else:
+        rates = rates_like(firing, sizes.layers, sizes.d_ff)
     model = llama(sizes, device, dtype)
     tokens = torch.randint(0, sizes.vocabulary, (windows_of(sizes.context), sizes.context), device=device)
-    run = functools.partial(model, tokens, use_cache=False, logits_to_keep=1)
-    fire(model, run, nnzs_of(sizes) if firing is None else rates_like(firing, sizes.layers, sizes.d_ff))
+    fire(model, functools.partial(model, tokens, use_cache=False, logits_to_keep=1), rates)
     return model

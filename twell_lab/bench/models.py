@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from statistics import fmean
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from ..analysis import planner
@@ -36,7 +37,7 @@ from ..models.tiny import ModelConfig, check_whole
 from ..ops import clock as timing
 from ..records import Record
 from . import drawn, rows, training, workloads
-from .rows import COMPILED, DENSE, need
+from .rows import COMPILED, DENSE, Calls, Entry, need
 from .workloads import LONGEST, Causal, Tokens, Workload
 
 SIZES = drawn.NAMES[-4:]  # the paper's
@@ -151,16 +152,15 @@ class Bench:
         asked = SimpleNamespace(**bound.arguments)
         self.left_out: dict[str, str] = {} if left_out is None else left_out
         steps = _counts("batches", asked.batches)
-        if isinstance(subject, ModelConfig) or isinstance(subject, str) and subject in drawn.NAMES:
-            sizes, place = drawn.sizes_of(subject), timing.present_device(asked.device)
-            make = _drawing(sizes, place, asked.dtype, asked.firing)
-            about = model_name(subject) if isinstance(subject, str) else "drawn Llama"
-            about += " firing as profiled" * (asked.firing is not None)
-            vocabulary, context = sizes.vocabulary, sizes.context
+        sizes = drawn.sizes_of(subject) if isinstance(subject, ModelConfig) or subject in drawn.NAMES else None
+        if sizes is not None:
+            place, vocabulary, context = timing.present_device(asked.device), sizes.vocabulary, sizes.context
+            self.about = model_name(subject) if isinstance(subject, str) else "drawn Llama"
+            self.about += " firing as profiled" * (asked.firing is not None)
         else:
-            dense = _checked(subject, asked)
-            make, place = lambda: dense, next(dense.model.parameters()).device
-            about, vocabulary, context = type(subject).__name__, dense.vocabulary, dense.context
+            self.dense, self.about = _checked(subject, asked), type(subject).__name__
+            place = next(subject.parameters()).device
+            vocabulary, context = self.dense.vocabulary, self.dense.context
         length = min(context, LONGEST)
         counts = [length] if asked.tokens is None else _counts("tokens", asked.tokens)
         for count in counts:
@@ -170,25 +170,23 @@ class Bench:
         self.cached = min(CACHED, length)
         self.length = min(length, max([*counts, *([self.cached] if steps else [])]))
         _check_text(asked.text, vocabulary, max([*counts, *(batch * self.cached for batch in steps)]), self.length)
-        self.about, self.compiled, self.graphs = about, asked.compiled, asked.graphs
+        self.compiled, self.graphs = asked.compiled, asked.graphs
         self.seconds = (3.0 if place.type == "cuda" else 1.0) if asked.seconds is None else asked.seconds
         self.meter, self.no_energy = workloads.meter(place)
         if not self.seconds:
             self.meter, self.no_energy = None, self.no_energy or "it was not asked for"
         if self.graphs and place.type != "cuda":
             self.left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
-        plan = Choice(asked.plan) if isinstance(asked.plan, str) and asked.plan in PATHS.names() else asked.plan
-        # What the sparse models do, by what rows call them.
-        self.plans: dict[str, Callable[[], Any]] = {
-            f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED: lambda: plan
-        }
-        if plan is None:
-            names = (PLANNED, FOR_GRAPHS)[: 1 + (self.graphs and place.type == "cuda")]
-            self.plans = {name: functools.partial(self.planned, name) for name in names}
+        self.plan = Choice(asked.plan) if isinstance(asked.plan, str) and asked.plan in PATHS.names() else asked.plan
+        self.names = [f"{FORCED}{self.plan}" if isinstance(self.plan, Choice) else PLANNED]  # of the sparse models
+        if self.plan is None and self.graphs and place.type == "cuda":
+            self.names.append(FOR_GRAPHS)
         self.fewest = min((n for n in (*counts, self.length) if n > 1), default=1)
         self.classes = sorted({*counts, *steps})
         torch.manual_seed(0)
-        self.dense, self.sparse = make(), dict[str, Causal]()
+        if sizes is not None:
+            self.dense = Causal(drawn.fired(sizes, place, asked.dtype, asked.firing))
+        self.sparse: dict[str, Causal] = {}
         self.tokens = Tokens(vocabulary, place, None if asked.text is None else asked.text.long())
         self.layers = feed_forwards(self.dense.model)
         self.cut = [at for at in self.layers if at.cut or at.acts is not None and is_threshold(at.acts)]
@@ -221,7 +219,7 @@ class Bench:
         name = path.removesuffix(COMPILED_TOO)
         if path not in (DENSE, COMPILED) and name not in self.sparse:
             twin = copy.deepcopy(self.dense.model).requires_grad_(False)
-            self.sparse[name] = Causal(sparsify(twin, self.plans[name]()))
+            self.sparse[name] = Causal(sparsify(twin, self.planned(name) if self.plan is None else self.plan))
         return self.sparse.get(name, self.dense)
 
     # ---- the rows ----
@@ -256,7 +254,7 @@ class Bench:
                 raise
             self.left_out[label] = f"no step with a static cache: {error}"
             return []
-        sparse = [name for name in self.plans if tokens <= rows.LARGE or name != FOR_GRAPHS]
+        sparse = [name for name in self.names if tokens <= rows.LARGE or name != FOR_GRAPHS]
         paths = must = [DENSE, *sparse]
         if self.compiled if compiled is None else compiled:  # which takes long: of two plans that for graphs alone
             few = [name for name in sparse if name != PLANNED or FOR_GRAPHS not in sparse]
@@ -264,14 +262,15 @@ class Bench:
             torch._dynamo.reset()  # which compiles a function for eight models at most
         results: dict[str, Tensor] = {}
 
-        def entry(path: str) -> rows.Entry:
+        def entry(path: str) -> Entry:
             model = self.model_of(path)
             call, said = work.makes(model, "compiled" in path), dict[str, Any]()
-            whole = call(0)
+            whole: Any = call(0)
             if model is not self.dense:
                 said["choice"] = self._choice(model, tokens)
             if self.tokens.text is not None and head and whole.shape[1] > 1:
-                said["loss"] = round(workloads.next_token_loss(whole, work.ids[0]), 6)
+                each = [cross_entropy(row[:-1].float(), own[1:]) for row, own in zip(whole, work.ids[0], strict=True)]
+                said["loss"] = round(float(torch.stack(each).mean()), 6)
             result = results[path] = workloads.compared_part(whole)
             off = (result - right).norm()
             said["error"] = round(float(off / right.norm()), 9)
@@ -296,7 +295,7 @@ class Bench:
         shared |= {} if work.kept is None else {"cached": self.cached}
         return self.measured(calls, shared, facts, label)
 
-    def measured(self, calls: rows.Calls, shared: dict, facts: dict, label: str, captured: bool = True) -> list[dict]:
+    def measured(self, calls: Calls, shared: dict, facts: dict, label: str, captured: bool = True) -> list[dict]:
         """Return the rows of the calls. shared: what all say. captured: whether they are timed as CUDA graphs too,
         where that gains anything; `left_out` says why they can't be, if so."""
         tokens, table = shared["tokens"], list[dict]()
@@ -363,18 +362,6 @@ class Bench:
 
 
 # ---- what is refused ----
-
-
-def _drawing(sizes: ModelConfig, place: torch.device, dtype, firing) -> Callable[[], Causal]:
-    """Return what draws a model, if there is room for it and its sparse copy."""
-    dtype = dtype or timing.dtype_for(place)
-    need(dtype in VALUE_DTYPES, f"dtype is {dtype!r:.80}", "bfloat16, float16 and float32")
-    firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
-    kind = type(firing).__name__
-    need(isinstance(firing, FiringProfile | None), f"firing is a {kind}", "a FiringProfile or a file's name")
-    if place.type == "cpu":  # a GPU says what does not fit
-        drawn.check_room(sizes, dtype)
-    return lambda: Causal(drawn.fired(sizes, place, dtype, firing))
 
 
 def _checked(model, asked: SimpleNamespace) -> Causal:

@@ -168,12 +168,6 @@ def compared_part(result: Tensor) -> Tensor:
     return result[:_CHECKED, places].float()
 
 
-def next_token_loss(logits: Tensor, ids: Tensor) -> float:
-    """Return the mean cross-entropy of the next token, in nats, of logits [sequences, length, vocabulary]."""
-    losses = [nn.functional.cross_entropy(row[:-1].float(), own[1:]) for row, own in zip(logits, ids, strict=True)]
-    return float(torch.stack(losses).mean())
-
-
 Inputs = dict[str, Tensor]  # what enters a model's layers, [n, d_model] by name (analysis.profile.captured)
 
 
