@@ -96,7 +96,7 @@ def _beside_sparse(dense: nn.Module, inputs: list[Tensor], label: str, compiled:
     if compiled:
         torch._dynamo.reset()
         rivals[COMPILED] = torch.compile(dense)
-    timed = rows.compare("ffn_forward", dense, rivals, inputs, label, seconds=seconds, every_row=False)
+    timed = rows.compare("ffn_forward", dense, rivals, inputs, label, seconds=seconds)
     return Record.new("ffn", "one feed-forward layer, dense beside sparse", timed)
 
 
@@ -124,7 +124,7 @@ def kernel_versions(tokens: int = 16384, nnz: float = 29, *, dtype: torch.dtype 
             return run(down, *rest, down_t, None, len(down_t), TILE, version)
         return run(gated, x, *rest, up, down_t, None, None, TILE, version)
 
-    rows.check(dense, lambda x: launch("gated", packed(x)), inputs[:1], every_row=False)
+    rows.check(dense, lambda x: launch("gated", packed(x)), inputs[:1])
     given = [packed(x) for x in inputs]
     versions = [(kernel, version) for kernel, newest in NEWEST.items() for version in range(1, newest + 1)]
     calls = {f"{kernel}_v{n}": over(partial(launch, kernel, version=n), given) for kernel, n in versions}

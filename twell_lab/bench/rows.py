@@ -233,19 +233,18 @@ def first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tensor], *, every_row: bool = True) -> float:
+def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tensor]) -> float:
     """Check `call` before it is timed; returns the worst ratio of error to what is allowed.
 
-    64 rows of each input are compared with float64 (clocks.check); every_row: also all rows of the first input with
-    the dense layer's. layer: the dense feed-forward layer that `call` is to compute. Raises clocks.WrongResult where
-    the ratio is above 1, or a row differs from the dense layer's by more than 5% of its norm."""
+    64 rows of each input are compared with float64 (clocks.check), and all rows of the first one with those of `layer`,
+    the dense feed-forward layer that `call` is to compute. Raises clocks.WrongResult where the ratio is above 1, or a
+    row differs from the dense layer's by more than 5% of its norm."""
     found = feed_forwards(layer)[0]
     worst = max(clocks.check(layer, found, x, call=call) for x in inputs)
-    if every_row:
-        y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
-        there = dense.isfinite().all(1)
-        off = float(((y - dense)[there].norm(dim=1) / dense[there].norm(dim=1).clamp(min=1e-3)).max())
-        hold("a row, beside the dense layer's", off, 0.05)
+    y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
+    off = (y - dense).norm(dim=1) / dense.norm(dim=1).clamp(min=1e-3)
+    off = off[dense.isfinite().all(1)]
+    hold("a row, beside the dense layer's", float(off.max()) if len(off) else 0.0, 0.05)
     return worst
 
 
@@ -257,18 +256,15 @@ def compare(
     inputs: list[Tensor],
     label: str,
     facts: dict[str, dict] | None = None,
-    *,
-    every_row: bool = True,
     **how,
 ) -> list[dict]:
     """Check each rival of a dense feed-forward layer, then time all beside it; return their rows, which have this kind,
     and for the dense layer the path DENSE.
 
     rivals: what computes the same as the layer, by path. inputs: [tokens, d_model] each. label: the name of the
-    workload. facts: what else the rows of a path say. every_row, and the errors: as for `check`. how: as for
-    `measured`."""
+    workload. facts: what else the rows of a path say. how: as for `measured`. WrongResult as by `check`."""
     found = feed_forwards(layer)[0]
-    errors = {path: round(check(layer, call, inputs, every_row=every_row), 4) for path, call in rivals.items()}
+    errors = {path: round(check(layer, call, inputs), 4) for path, call in rivals.items()}
     facts = {path: {"error_over_allowed": error, **(facts or {}).get(path, {})} for path, error in errors.items()}
     shared = describe(kind, inputs, found.pattern.weight, label, found.pattern.bias) | {"gated": found.gate is not None}
     calls = {path: over(call, inputs) for path, call in {DENSE: layer, **rivals}.items()}
