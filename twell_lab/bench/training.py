@@ -28,7 +28,7 @@ from ..ops import clock as clocks
 from ..ops import train
 from . import forward, rows
 from .drawn import fire
-from .forward import COUNTS, D_FF, D_MODEL, HEAVY_CASES, TOKENS, Case
+from .forward import COUNTS, HEAVY_CASES, TOKENS, Case
 from .rows import COMPILED, DENSE
 
 L1 = 2e-5  # the penalty is on in every step; its size changes no time
@@ -132,12 +132,10 @@ def step_rows(case: Case) -> list[dict]:
         "planned compiled": _compiled(path),
     }
     calls = {name: step_of(layer, weights, inputs, grads) for name, layer in layers.items()}
-    errors = checked(calls, weights, inputs[0], grads[0])
-    facts: dict[str, dict] = {name: {"error_over_allowed": error} for name, error in errors.items()}
-    for name in ("planned", "planned compiled"):
-        facts[name]["choice"] = path
-    rounds = 20 if case.tokens <= TOKENS else 8
-    how = {"tokens": case.tokens, "graphs": case.graphs, "rounds": rounds, "most": MOST}
+    facts: dict[str, dict] = {}
+    for name, error in checked(calls, weights, inputs[0], grads[0]).items():
+        facts[name] = {"error_over_allowed": error} | ({"choice": path} if name.startswith("planned") else {})
+    how = {"tokens": case.tokens, "graphs": case.graphs, "rounds": 20 if case.tokens <= TOKENS else 8, "most": MOST}
     return rows.measured(shared, calls, facts, **how)
 
 
@@ -183,8 +181,7 @@ def switch_layers(model: nn.Module, read: Reader, ids: Tensor) -> str:
     with layer_terms(model) as terms:
         read(ids)
     switching.Switch(model).see(terms)
-    layers = [layer.module for layer in feed_forwards(model)]
-    return counted(Counter(LEARNS_DENSE if layer.learning == LEARNS_DENSE else SPARSE for layer in layers))
+    return counted(Counter(layer.module.learning or SPARSE for layer in feed_forwards(model)))
 
 
 def counted(taken: Counter[str]) -> str:
@@ -226,20 +223,16 @@ def whole_steps(
     return calls, facts
 
 
-HALF_BILLION = ModelConfig(vocabulary=32768, d_model=D_MODEL, layers=8, heads=16, d_ff=D_FF, context=2048)
-
-
 def sections(left_out: dict) -> rows.Sections:
     """Return the steps of the record, as in bench.forward."""
-    layers = {
-        "tokens": [Case(tokens, graphs=True) for tokens in COUNTS],
-        "lognormal": [Case(nnz=nnz) for nnz in (8, 60, 120)],
-        "heavy rows": HEAVY_CASES,
-        "uniform": [Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120)],
+    half_billion = ModelConfig(vocabulary=32768, d_model=2048, layers=8, heads=16, d_ff=5632, context=2048)
+    return {
+        "tokens": rows.steps(step_rows, [Case(tokens, graphs=True) for tokens in COUNTS]),
+        "lognormal": rows.steps(step_rows, [Case(nnz=nnz) for nnz in (8, 60, 120)]),
+        "heavy rows": rows.steps(step_rows, HEAVY_CASES),
+        "whole step": [partial(model_rows, half_billion, 30, 8, "8 layers", left_out)],
+        "uniform": rows.steps(step_rows, [Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120)]),
     }
-    steps = {name: rows.steps(step_rows, cases) for name, cases in layers.items()}
-    whole = {"whole step": [partial(model_rows, HALF_BILLION, 30, 8, "8 layers", left_out)]}
-    return {name: steps.pop(name) for name in ("tokens", "lognormal", "heavy rows")} | whole | steps
 
 
 # ---- host time ----

@@ -1,10 +1,5 @@
 """What a whole model is measured on, dense beside sparse: forwards and steps of decoding with a cache, by this
-project's models and those of transformers; how their results are looked at; and the energy that they take.
-
-Before any clock starts, results are compared: those of a sparse model may be no further from a float32 run than those
-of the dense model in the same dtype are (MARGIN, SLACK). Where layers have thresholds, at which two right computations
-keep or drop other values, each layer and the whole model may be off by CUT_SLACK. What a drawn model makes of an error
-in its layers says little of a trained one: so rows of a path that was forced have `layer_error` too."""
+project's models and those of transformers; how their results are looked at; and the energy that they take."""
 
 from __future__ import annotations
 
@@ -24,9 +19,11 @@ from ..ops import clock as timing
 from . import rows
 from .rows import need
 
-# What is allowed: the dense model's own error, with what two equally good runs may differ by chance, and so much of the
-# result's norm; the latter for a model with thresholds, and for each of its layers, of few rows that keep few values;
-# and how far the factor between such a layer's output and the dense one's may be from 1.
+# A result may be as far from a float32 run as the dense model's in the same dtype, with what two equally good runs may
+# differ by chance, and so much of the result's norm; the latter for a model with thresholds, at which two right
+# computations keep or drop other values, and for each of its layers; and how far the factor between such a layer's
+# output and the dense one's may be from 1. What a drawn model makes of an error in its layers says little of a trained
+# one: so rows of a path that was forced have `layer_error` too.
 MARGIN, SLACK, CUT_SLACK, CUT_FACTOR = 1.05, 1e-3, 0.25, 0.02
 _CHECKED = 4  # sequences of a batch whose results are compared
 PLACES = 64  # and tokens of each sequence, and inputs of a layer
