@@ -82,7 +82,7 @@ def test_a_path_that_is_named_has_its_error_and_of_a_text_the_loss():
     model, text = ours(d_ff=512), torch.arange(600) % 64
     how = {**QUICK, "batches": (), "text": text}
     with torch.no_grad():
-        ids = workloads.Tokens(64, torch.device("cpu"), text).inputs(1, 16)[0]
+        ids = models.Bench(model, **how).turns(1, 16)[0]
         right = nn.functional.cross_entropy(model(ids)[0, :-1], ids[0, 1:]).item()
     for plan in ("twell", Choice("hot_cold", 256), "int8", "twell_int8"):
         choice = plan if isinstance(plan, Choice) else Choice(plan)
@@ -105,10 +105,10 @@ def test_a_path_that_is_named_has_its_error_and_of_a_text_the_loss():
 
 
 def test_of_a_text_other_parts_are_profiled_planned_on_and_measured():
-    tokens = workloads.Tokens(800, torch.device("cpu"), torch.arange(800))
-    profiled = tokens.windows(tokens.PROFILED, 5, 40)
-    planned = tokens.windows(tokens.PLANNED_ON, 9, 40)
-    measured = tokens.inputs(8, 40)
+    bench = models.Bench(ours(vocabulary=800), **QUICK, text=torch.arange(800))
+    profiled = bench.windows(models.PROFILED, 5, 40)
+    planned = bench.windows(models.PLANNED_ON, 9, 40)
+    measured = bench.turns(8, 40)
     assert measured.shape == (clock.ROTATED, 8, 40)
     assert (profiled.min(), profiled.max()) == (0, 199) and (planned.min(), planned.max()) == (200, 399)
     assert measured.min() == 400 and measured.max() == 799

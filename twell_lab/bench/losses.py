@@ -32,7 +32,7 @@ from ..training.text import source
 from ..training.text.source import load_any
 from . import rows
 from .rows import DENSE
-from .workloads import PLACES, Causal, Tokens, Workload, check_cut, layer_errors
+from .workloads import PLACES, Causal, Workload, check_cut, layer_errors
 
 _PRUNED = {"d_model": 128, "layers": 2, "heads": 4, "d_ff": 512, "context": 64, "batch": 8, "steps": 300, "lr": 2e-3}
 PRUNED = TrainConfig(**_PRUNED, eval_windows=128)  # for a CPU: two minutes on two cores
@@ -175,8 +175,8 @@ class Calibrated:
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.text, context = config, source.standard_library(), config.context
         device = clock.present_device(config.device)
-        seen, self.held_out = (part.tokens.to(device) for part in self.text.split())
-        self.windows = source.spread_windows(self.held_out, config.eval_windows, context)[:, :-1]
+        seen, held_out = (part.tokens.to(device) for part in self.text.split())
+        self.windows = source.spread_windows(held_out, config.eval_windows, context)[:, :-1]
         self.model = _with_silu(config, seen)
         batches = source.spread_windows(seen, max(1, config.eval_windows // 8), context)[:, :-1].split(8)
         self.calibration = {
@@ -219,8 +219,7 @@ def cut_rows(trained: Calibrated, method: str, sparsity: float) -> list[dict]:
     says |= {"dense_loss": round(cost.dense, 5), "loss": round(cost.thresholded, 5)}
     says["loss_change"] = [round(change, 5) for change in (cost.low, cost.change, cost.high)]
     causal = {name: Causal(model) for name, model in models.items()}
-    tokens = Tokens(plain.config.vocabulary, trained.windows.device, trained.held_out.long())
-    ids = tokens.windows(Tokens.MEASURED, 1, cached := config.context // 2)
+    ids = trained.windows[:1, : (cached := config.context // 2)]
     work = Workload(ids[None], kept=causal[DENSE].keep(ids[:, :-1]))
     sizes = {"tokens": 1, **rows.sizes_of(plain.config), "nnz": round(config.d_ff * fmean(density), 2)}
     sizes |= {"cached": cached, "parameters": sum(weight.numel() for weight in plain.parameters())}

@@ -38,7 +38,7 @@ from ..ops import clock as timing
 from ..records import Record
 from . import drawn, rows, training, workloads
 from .rows import COMPILED, DENSE, Calls, Entry, need
-from .workloads import LONGEST, Causal, Tokens, Workload
+from .workloads import LONGEST, Causal, Workload
 
 SIZES = drawn.NAMES[-4:]  # the paper's
 RECORD = "bench-model"  # what a record of `model`, and of one of these sizes, is called
@@ -46,6 +46,7 @@ PLANNED, FOR_GRAPHS = "planned", "planned for graphs"
 FORCED = "forced "  # what comes before the name of a path that all layers take
 COMPILED_TOO = " compiled"  # what follows the name of a sparse model that is compiled
 CACHED = 512  # tokens of each sequence, the new one among them, in a step of decoding
+PROFILED, PLANNED_ON, MEASURED = (0.0, 0.25), (0.25, 0.5), (0.5, 1.0)  # parts of a text: what each is for
 
 
 def model(
@@ -187,29 +188,46 @@ class Bench:
         if sizes is not None:
             self.dense = Causal(drawn.fired(sizes, place, asked.dtype, asked.firing))
         self.sparse: dict[str, Causal] = {}
-        self.tokens = Tokens(vocabulary, place, None if asked.text is None else asked.text.long())
+        self.text = None if asked.text is None else asked.text.to(place).long()
+        self.device, self.vocabulary = place, vocabulary
         self.layers = feed_forwards(self.dense.model)
         self.cut = [at for at in self.layers if at.cut or at.acts is not None and is_threshold(at.acts)]
         works = [("model_forward", count) for count in counts] + [("model_decode", batch) for batch in steps]
         self.works = [(*work, head) for work in works for head in (True, False)]
+
+    # ---- the inputs ----
+
+    def windows(self, part: tuple[float, float], count: int, length: int) -> Tensor:
+        """Return int64 [count, length]: random tokens, or of a text spread evenly over a part of it, overlapping where
+        it is short."""
+        if self.text is None:
+            return torch.randint(0, self.vocabulary, (count, length), device=self.device)
+        begin, end = (int(share * len(self.text)) for share in part)
+        starts = begin + torch.arange(count, device=self.device) * (end - begin - length) // max(1, count - 1)
+        return self.text[starts[:, None] + torch.arange(length, device=self.device)]
+
+    def turns(self, sequences: int, length: int) -> Tensor:
+        """Return what is measured: int64 [ROTATED, sequences, length]."""
+        taken = self.windows(MEASURED, timing.ROTATED * sequences, length)
+        return taken.view(sequences, timing.ROTATED, length).transpose(0, 1)
 
     # ---- the models ----
 
     @functools.cached_property
     def firing(self) -> FiringProfile:
         """Return what the dense layers do."""
-        windows = self.tokens.windows(Tokens.PROFILED, drawn.windows_of(self.length), self.length)
+        windows = self.windows(PROFILED, drawn.windows_of(self.length), self.length)
         return profile(self.dense.model, [windows])
 
     @functools.cached_property
     def inputs(self) -> workloads.Inputs:
         """Return what enters the dense layers."""
-        windows = [self.tokens.windows(Tokens.PROFILED, 1, self.length)]
+        windows = [self.windows(PROFILED, 1, self.length)]
         return captured(self.dense.model, windows, [layer.name for layer in self.layers], workloads.PLACES)
 
     def planned(self, name: str) -> Plan:
         """Plan the layers for all numbers of tokens that there will be."""
-        windows = self.tokens.windows(Tokens.PLANNED_ON, 2 * drawn.windows_of(self.length), self.length)
+        windows = self.windows(PLANNED_ON, 2 * drawn.windows_of(self.length), self.length)
         calls, batches = "captured" if name == FOR_GRAPHS else "eager", list(windows.split(max(1, len(windows) // 2)))
         how = {"tokens": self.classes, "batches": batches, "calls": calls, "progress": False}
         return planner.plan(self.firing, self.dense.model, **how)
@@ -234,9 +252,9 @@ class Bench:
         """Return a workload, and its result in float32, by a copy of the model that is dropped then."""
         if kind == "model_forward":
             length = min(tokens, self.length)
-            work = Workload(self.tokens.inputs(tokens // length, length), head)
+            work = Workload(self.turns(tokens // length, length), head)
         else:
-            ids = self.tokens.windows(Tokens.MEASURED, tokens, self.cached)
+            ids = self.windows(MEASURED, tokens, self.cached)
             work = Workload(ids[None], head, self.dense.keep(ids[:, :-1]))
         same = next(self.dense.model.parameters()).dtype == torch.float32
         return work, work.right(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
@@ -268,7 +286,7 @@ class Bench:
             whole: Any = call(0)
             if model is not self.dense:
                 said["choice"] = self._choice(model, tokens)
-            if self.tokens.text is not None and head and whole.shape[1] > 1:
+            if self.text is not None and head and whole.shape[1] > 1:
                 each = [cross_entropy(row[:-1].float(), own[1:]) for row, own in zip(whole, work.ids[0], strict=True)]
                 said["loss"] = round(float(torch.stack(each).mean()), 6)
             result = results[path] = workloads.compared_part(whole)
@@ -346,7 +364,7 @@ class Bench:
             self.left_out["training"] = "a step needs windows of two tokens or more"
             return []
         length = min(self.fewest, self.length)
-        ids = self.tokens.inputs(self.fewest // length, length)
+        ids = self.turns(self.fewest // length, length)
         dense = copy.deepcopy(self.dense.model).train().requires_grad_(True)
         twin = sparsify(copy.deepcopy(dense), "twell")
         choice = training.switch_layers(twin, Causal(twin).reader(), ids[0])

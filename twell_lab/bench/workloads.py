@@ -102,29 +102,6 @@ class Causal:
 # ---- what is run ----
 
 
-class Tokens:
-    """Where the inputs come from: token ids of a text, [length], or random ones. Of a text, the first quarter is
-    profiled, the second is what plans are timed on, and the rest is what is measured."""
-
-    PROFILED, PLANNED_ON, MEASURED = (0.0, 0.25), (0.25, 0.5), (0.5, 1.0)
-
-    def __init__(self, vocabulary: int, device: torch.device, text: Tensor | None = None) -> None:
-        self.vocabulary, self.device, self.text = vocabulary, device, text
-
-    def windows(self, part: tuple[float, float], count: int, length: int) -> Tensor:
-        """Return int64 [count, length]; of a text spread evenly over the part, overlapping where it is short."""
-        if self.text is None:
-            return torch.randint(0, self.vocabulary, (count, length), device=self.device)
-        here = self.text[int(part[0] * len(self.text)) : int(part[1] * len(self.text))].to(self.device)
-        starts = torch.arange(count, device=self.device) * (len(here) - length) // max(1, count - 1)
-        return here[starts[:, None] + torch.arange(length, device=self.device)]
-
-    def inputs(self, sequences: int, length: int) -> Tensor:
-        """Return what is measured: int64 [ROTATED, sequences, length]."""
-        taken = self.windows(self.MEASURED, timing.ROTATED * sequences, length)
-        return taken.view(sequences, timing.ROTATED, length).transpose(0, 1)
-
-
 class Workload(NamedTuple):
     """What a model computes: a forward of token ids [turns, sequences, length], in turn; or a step of decoding of their
     last tokens, where keys and values of the others are kept, which all models share. head: up to the logits."""
