@@ -87,8 +87,7 @@ def table(
         beside = base and base + path[len(name) :]
         dense = medians[beside] if beside else None
         ms, spread = clocks.quartiles(values)
-        line = {**shared, "path": path, "ms": ms, "spread": spread, "dense_ms": dense}
-        line["x_dense"] = None if dense is None else dense / ms
+        line = {**shared, "path": path, "ms": ms, "spread": spread, "dense_ms": dense, "x_dense": dense and dense / ms}
         if beside == base and COMPILED in medians:
             line["x_compiled"] = medians[COMPILED] / ms
         line |= (facts or {}).get(name, {})

@@ -115,7 +115,8 @@ class Workload(NamedTuple):
         read = model.reader(self.head, compiled=compiled)
         if self.kept is None:
             return rows.over(read, [*self.ids])
-        return lambda turn: read(self.ids[0, :, -1:], self.kept)
+        last = self.ids[0, :, -1:]
+        return lambda turn: read(last, self.kept)
 
     @torch.no_grad()
     def right(self, exact: Causal) -> Tensor:

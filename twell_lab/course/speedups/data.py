@@ -1,6 +1,6 @@
 """Whole models beside their feed-forward layers, recorded and measured here, and Amdahl's law between the two.
 
-Rows of whole models are those of twell_lab.bench.workloads; rows of layers are those of "inference" and "training"
+Rows of whole models are those of twell_lab.bench.models; rows of layers are those of "inference" and "training"
 records. Nothing is drawn here."""
 
 from __future__ import annotations
