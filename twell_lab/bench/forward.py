@@ -161,7 +161,7 @@ def gate_rows(nnz: float) -> list[dict]:
 
 # ---- the workloads of the tables of layers, in inference and in training ----
 
-TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
+TOKENS, D_FF = 16384, 5632
 COUNTS = (1, 16, 64, 256, 2048, 16384, 131072)  # tokens at which calls are timed in every way
 
 

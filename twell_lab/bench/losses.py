@@ -169,34 +169,31 @@ CUT_SPARSITIES = (0.3, 0.5, 0.7, 0.9)  # of what each method cuts
 
 
 class Calibrated:
-    """A model with SiLU layers that a config trained, float32, in evaluation mode; held-out windows; and by method what
-    its layers did on some of the text that it was trained on."""
+    """A model with SiLU layers (TrainConfig's have a ReLU), trained with a linear warm-up and a cosine after it, in
+    evaluation mode; held-out windows; and by method what its layers did on some of the text that it has read."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.text, context = config, source.standard_library(), config.context
-        device = clock.present_device(config.device)
+        device, draw = clock.present_device(config.device), torch.Generator().manual_seed(config.seed)
         seen, held_out = (part.tokens.to(device) for part in self.text.split())
         self.windows = source.spread_windows(held_out, config.eval_windows, context)[:, :-1]
-        self.model = _with_silu(config, seen)
+        self.model = initial_model(config).to(device)
+        for layer in feed_forwards(self.model):
+            layer.module.act_fn = nn.SiLU()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=(0.9, 0.95))
+        steps = config.steps
+        rate = lambda step: min(10 * (step + 1) / steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))  # noqa: E731
+        slope = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        for _ in range(steps):
+            windows = source.random_windows(seen, config.batch, context, draw).to(device)
+            _backward(self.model, windows, config.dtype)
+            optimizer.step()
+            slope.step()
+        self.model.eval().requires_grad_(False)
         batches = source.spread_windows(seen, max(1, config.eval_windows // 8), context)[:, :-1].split(8)
         self.calibration = {
             way: calibrate(self.model, batches, method=way.split()[0], attention="attention" in way) for way in PATHS
         }
-
-
-def _with_silu(config: TrainConfig, text: Tensor) -> nn.Module:
-    """Return a SiLU model trained with a linear warm-up and a cosine after it; TrainConfig's models have a ReLU."""
-    model, draw = initial_model(config).to(text.device), torch.Generator().manual_seed(config.seed)
-    for layer in feed_forwards(model):
-        layer.module.act_fn = nn.SiLU()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
-    rate = lambda step: min(10 * (step + 1) / config.steps, 0.5 + 0.5 * math.cos(math.pi * step / config.steps))  # noqa: E731
-    slope = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    for _ in range(config.steps):
-        _backward(model, source.random_windows(text, config.batch, config.context, draw).to(text.device), config.dtype)
-        optimizer.step()
-        slope.step()
-    return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()
