@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import core
-from ..bench import arena, comparison, decoding, fine_tuning, forward, losses, methods, models, serving, training
+from ..bench import arena, comparison, decoding, fine_tuning, forward, losses, methods, models, training
 from ..bench.rows import Sections
 from ..core import DeviceError, InputError, RecordError, StackError, TwellError
 from ..ops import kernels
@@ -259,7 +259,7 @@ _SECTIONS = [
     Recording("host-time", "host and wall time of plain calls of one layer", training.host_sections),
     Recording("decoding", "whole generations, transformers' own loops beside tl.generate", decoding.sections, 570.0),
     Recording("decoding-8b", "whole generations, thresholds on a SiLU model beside dense", decoding.eight, 250.0),
-    Recording("serving", "a server of many requests, dense beside planned", serving.sections, 240.0),
+    Recording("serving", "a server of many requests, dense beside planned", decoding.serving, 240.0),
     Recording("fine-tuning", "a SiLU model made sparse by relufy and a Trainer", fine_tuning.sections, 300.0),
     Recording("arena", "kernels of others beside this project's, one layer", arena.sections),
     Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, False),

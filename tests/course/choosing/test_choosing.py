@@ -12,7 +12,7 @@ from twell_lab.records import Record
 from twell_lab.sparsities import few_neurons, predictors
 
 WHERE = "yours, now, on CPU"
-SMALL = methods.Sizes(64, 768, (1, 8), 8, 64, torch.float32, "cpu", 0.01)
+SMALL = methods.Sizes(64, 768, (1, 8), 8, torch.float32, "cpu", 0.01)
 
 
 @pytest.fixture(autouse=True)

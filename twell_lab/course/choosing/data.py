@@ -153,10 +153,9 @@ def expert_rows(device: str, counts: Sequence[int] = (4, 8, 16, 32, 64)) -> list
     made, sizes = [], replace(sizes_for(device), d_model=d_model, tokens=(tokens,))
     for count in counts:
         for routing in ("spread", "all to the same two"):
-            here = replace(sizes, expert_d_ff=total // count)
-            rows = methods.experts_rows(count, here, crowded=routing != "spread")
+            rows = methods.experts_rows(count, total // count, sizes, crowded=routing != "spread")
             shared = {"experts": count, "routing": routing, "where": _here(device)}
-            ways = {row["path"]: row["ms"] for row in rows if row["path"] != methods.WHOLE}
+            ways = {row["path"]: row["ms"] for row in rows}
             made += [shared | {"way": "loop" if way == bench_rows.DENSE else way, "ms": ms} for way, ms in ways.items()]
     return made
 
