@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from twell_lab.course import sweep
-from twell_lab.course.training import data as training
+from twell_lab.course import training
 from twell_lab.training.loop import train
 
 

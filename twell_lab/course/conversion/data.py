@@ -31,7 +31,7 @@ from ...training.sweep import pressed
 from ...training.text.source import Text, random_windows
 from ..own_model.data import read, windows
 from ..sweep.data import folder, where
-from ..training.data import SMALL
+from ..training import SMALL
 
 HERE = "here, now"
 # The SiLU model, and how its copies are trained on: half of the first peak, and L1 grown after a delay, as

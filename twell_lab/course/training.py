@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...training.config import TrainConfig
-from ...training.text.source import Text, load, spread_windows
+from ..training.config import TrainConfig
+from ..training.text.source import Text, load, spread_windows
 
 SMALL = TrainConfig(
     steps=160,
