@@ -80,12 +80,12 @@ def places(*values, slider="slider") -> list:
 WIDGETS = {
     "recorded run": Case(
         lambda: widgets.Explorer(
-            sweep.figures.picked(recorded_sweep(), 0, "recorded somewhere"),
-            lambda figure, index: sweep.figures.pick(figure, recorded_sweep(), index, "recorded somewhere"),
-            [(sweep.figures.short(row), row["config"]["l1"]) for row in pressed(recorded_sweep())],
+            sweep.picked(recorded_sweep(), 0, "recorded somewhere"),
+            lambda figure, index: sweep.pick(figure, recorded_sweep(), index, "recorded somewhere"),
+            [(sweep.short(row), row["config"]["l1"]) for row in pressed(recorded_sweep())],
             "L1",
         ),
-        lambda shown: sweep.figures.picked(recorded_sweep(), shown.index, "recorded somewhere"),
+        lambda shown: sweep.picked(recorded_sweep(), shown.index, "recorded somewhere"),
         places(*[row["config"]["l1"] for row in pressed(recorded_sweep())][2::-1]),
     ),
     "steps": Case(

@@ -8,7 +8,7 @@ pytest.importorskip("cupy")
 
 from tests.course.capstone.notebook_kernel import changed, in_the_notebook  # noqa: E402
 from twell_lab import simulator  # noqa: E402
-from twell_lab.course import capstone  # noqa: E402
+from twell_lab.course.capstone import data as capstone  # noqa: E402
 from twell_lab.course.capstone import gpu  # noqa: E402
 from twell_lab.ops import clock  # noqa: E402
 

@@ -7,7 +7,8 @@ from torch.nn.functional import linear
 pytest.importorskip("plotly")  # the course draws
 
 from twell_lab.bench.comparison import scattered  # noqa: E402
-from twell_lab.course import clocks, notebook  # noqa: E402
+from twell_lab.course import notebook  # noqa: E402
+from twell_lab.course.clocks import data as clocks  # noqa: E402
 from twell_lab.formats import CSR  # noqa: E402
 from twell_lab.sparsities.weights import SparseLinear  # noqa: E402
 

@@ -158,7 +158,7 @@ def submit(
     out: Annotated[Path, "save the record here [this folder]"] = Path(),
 ) -> Answer:
     """Judge a kernel of the capstone, which runs here as any program does, and write a record of its medal."""
-    from ..course import capstone
+    from ..course.capstone import data as capstone
 
     check_folder(out)
     judged = capstone.submit(file)

@@ -52,8 +52,8 @@ def by_hand(answer: Callable, theirs: tuple[Callable, ...]) -> Callable:
 def exercise(right: str, *theirs: Callable) -> Callable:
     """Enter a judge, which raises NotYet for a wrong answer, as the check of the exercise that is called as it is.
 
-    right: what is said of a right answer. theirs: what the library has for it already; while the reader's function runs,
-    it refuses to work."""
+    right: what is said of a right answer. theirs: what the library has for it already; it refuses to work while the
+    reader's function runs."""
 
     def enter(judge: Callable) -> Callable:
         def check(answer) -> str:
@@ -126,13 +126,13 @@ def _equal(got, want) -> bool:
 
 
 def _shown(given) -> str:
-    """A value as a call of a function shows it, with few digits, and shortened where it is long."""
+    """A value as a call of a function shows it, with few digits; of a large tensor the shape alone."""
+    if isinstance(given, Tensor):
+        return _shown(given.tolist()) if given.numel() <= 60 else f"a tensor of {list(given.shape)}"
     if isinstance(given, list | tuple):
         inside = ", ".join(map(_shown, given))
-        text = f"[{inside}]" if isinstance(given, list) else f"({inside})"
-    else:
-        text = f"{given:.4g}" if isinstance(given, float) else _shown(given.tolist()) if isinstance(given, Tensor) else repr(given)
-    return text if len(text) <= 400 else f"{text[:400]} ..."
+        return f"[{inside}]" if isinstance(given, list) else f"({inside})"
+    return f"{given:.4g}" if isinstance(given, float) else repr(given)
 
 
 def close(got, exact: Tensor, asked: str) -> None:

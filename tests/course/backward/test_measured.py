@@ -5,8 +5,8 @@ import torch
 
 from tests.course.recorded_rows import record, row
 from twell_lab.bench import training
-from twell_lab.course.backward import measured
-from twell_lab.course.roofline.data import LOGNORMAL
+from twell_lab.course.backward import data as measured
+from twell_lab.course.recorded import LOGNORMAL
 from twell_lab.ops import clock as clocks
 
 

@@ -11,8 +11,9 @@ import torch
 from tests.course.capstone.notebook_kernel import NOTEBOOK, changed, in_the_notebook, with_body
 from twell_lab import records, simulator
 from twell_lab.core import CompileError, InputError, StackError
-from twell_lab.course import capstone, exercises
+from twell_lab.course import exercises
 from twell_lab.course.capstone import cases, data, gpu
+from twell_lab.course.capstone import data as capstone
 from twell_lab.cuda.launch import run
 from twell_lab.ops.down import down
 

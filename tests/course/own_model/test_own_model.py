@@ -67,4 +67,4 @@ def test_gains_are_those_of_the_best_paths_of_all_layers(small, halves):
         costs.predict(DENSE, Firing.of(each), predict.rates_of("L4"), 1, 2)["launches"] for each in firing.layers
     )
     assert row["launches"] == pytest.approx(100 * launches / row["dense_us"])
-    assert own_model.figures.gains([row]).data[0].y == (row["x_dense"],)
+    assert own_model.picture([row]).data[0].y == (row["x_dense"],)

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from twell_lab.course import sweep
-from twell_lab.course import training
+from twell_lab.course import sweep, training
 from twell_lab.training.loop import train
 
 

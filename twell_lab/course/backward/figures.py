@@ -8,10 +8,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ..charts import bars, finish, grids, groups, lines, one
-from ..drawing import say
-from ..roofline.data import Rates
-from .measured import D_FF, D_MODEL, SPARSE, TOKENS
+from ..charts import bars, finish, grids, groups, lines, one, say
+from ..hopper.data import Rates
+from .data import D_FF, D_MODEL, SPARSE, TOKENS
 
 NOTHING, KEPT = "#F4F4F4", plots.BLUE
 KINDS = {"zero": NOTHING, "not zero, gate silent": "#F3C98B", "not zero, gate fired": KEPT}
@@ -57,7 +56,7 @@ def product(fired, d_model: int, row: int, of: str) -> go.Figure:
 def budget(floors: dict[int, dict[str, float]], reached: Rates, recorded: list[dict] = ()) -> go.Figure:
     """The least time of a sparse step by part, for each nnz, beside that of a dense one; recorded steps as marks.
 
-    floors: nnz -> part -> ms, at the rates `reached`; recorded: rows of measured.layers."""
+    floors: nnz -> part -> ms, at the rates `reached`; recorded: rows of data.layers."""
     name = {nnz: f"nnz {nnz}: {sum(parts.values()):.2f} ms" for nnz, parts in floors.items()}
     rows = [{"name": name[nnz], "part": part, "ms": ms} for nnz, parts in floors.items() for part, ms in parts.items()]
     said = lambda row: f"{row['part']}: {row['ms']:.3g} ms"
@@ -82,7 +81,7 @@ def budget(floors: dict[int, dict[str, float]], reached: Rates, recorded: list[d
 def steps(rows: list[dict]) -> go.Figure:
     """Training steps: times as fast as dense, over nnz; eager against eager, compiled against compiled.
 
-    rows: of measured.layers, recorded (dotted) and yours."""
+    rows: of data.layers, recorded (dotted) and yours."""
     times = lambda row: row.get("x_compiled" if row["path"] == "planned compiled" else "x_dense")
     mine = lambda row: not row["where"].startswith("recorded")
     name = lambda row: PATHS[row["path"]] + f", {row['where']}" * mine(row)

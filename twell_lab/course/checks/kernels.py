@@ -15,11 +15,11 @@ from ...formats.twell import TILE, WORDS, TwELL
 from ...ops import functional
 from ..capstone import cases
 from ..capstone.data import judge, least_us, medal, next_step
+from ..hopper.data import pool_table
 from ..packing.data import toy_unpack, warp_slots
 from ..puzzles import data as puzzles
 from ..puzzles.cases import PUZZLES
-from ..roofline.data import pool_table
-from ..verdicts import CHECKS, NotYet, alike, close, each, exercise, formula, number, said, skipping, written
+from ..verdicts import CHECKS, NotYet, alike, each, exercise, formula, number, said, skipping, written
 
 # ---- notebook 07 ----
 
@@ -46,7 +46,9 @@ def pack_tile(answer) -> None:
         for place, (mine, word) in enumerate(zip(got, want, strict=True)):
             if mine != word:
                 value = f"should be 0x{word:08x}, value 0x{word >> 16:04x} of column {word & 0xFFFF}"
-                raise NotYet(f"{tile}: word {place} {value}; yours is {hex(mine) if isinstance(mine, int) else mine!r}.")
+                raise NotYet(
+                    f"{tile}: word {place} {value}; yours is {hex(mine) if isinstance(mine, int) else mine!r}."
+                )
 
 
 def _counts() -> Iterator[tuple[Tensor, float]]:

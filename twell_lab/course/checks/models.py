@@ -161,7 +161,9 @@ formula(
 
 @formula(
     "0 where it fired just now, and all tokens where it never did.",
-    lambda: [(torch.rand(tokens, d_ff) < p,) for tokens, d_ff, p in ((5, 6, 0.4), (40, 10, 0.05), (3, 4, 0), (1, 3, 1))],
+    lambda: [
+        (torch.rand(tokens, d_ff) < p,) for tokens, d_ff, p in ((5, 6, 0.4), (40, 10, 0.05), (3, 4, 0), (1, 3, 1))
+    ],
 )
 def silent_for(fired: Tensor) -> list[int]:
     tokens, d_ff = fired.shape

@@ -105,7 +105,9 @@ def cut_error(answer) -> None:
         want, got = float((cut - exact).norm() / exact.norm()), written(answer(gate, up, down, threshold))
         only_silent = ", where a cut takes silent neurons alone," * (threshold < 0)
         if not abs(float(got) - want) <= 1e-4:
-            raise NotYet(f"cut_error of {d_ff} neurons at {threshold}{only_silent} should be {want:.4g}; yours gave {got!r}.")
+            raise NotYet(
+                f"cut_error of {d_ff} neurons at {threshold}{only_silent} should be {want:.4g}; yours gave {got!r}."
+            )
 
 
 # ---- notebook 01 ----

@@ -29,7 +29,7 @@ from ...sparsities.few_neurons import core_neurons, remove
 from ...sparsities.predictors import Predictors
 from ...training.text import source
 from ..recorded import LOGNORMAL, newest
-from ..sweep.data import checkpoint
+from ..sweep import checkpoint
 
 # ---- a small model, and what fires in it ----
 

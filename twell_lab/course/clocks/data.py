@@ -19,18 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...bench.comparison import quantile
-from ...formats.classic import CSR
-from ...formats.matrix import rows_of
 from ..measure.data import Samples, median, ms, relative_error
 
 Call = Callable[[], object]
-
-
-def without_multiplying(a: CSR, b: Tensor) -> Tensor:
-    """A wrong product on purpose, shaped as a @ b, which never reads the values of b: the sum of each row's stored
-    values, in every column. Such a kernel is easily written by mistake, and it is fast."""
-    sums = b.new_zeros(a.shape[0]).index_add_(0, rows_of(a.pointer, a.nnz), a.value)
-    return sums[:, None].expand(-1, b.shape[1]).contiguous()
 
 
 # ---- a queue, and clocks that wait for it or do not ----

@@ -29,8 +29,8 @@ from ...training.config import TrainConfig, learning_rate
 from ...training.objective import l1_coefficient
 from ...training.sweep import pressed
 from ...training.text.source import Text, random_windows
-from ..own_model.data import read, windows
-from ..sweep.data import folder, where
+from ..own_model import read, windows
+from ..sweep import folder, where
 from ..training import SMALL
 
 HERE = "here, now"

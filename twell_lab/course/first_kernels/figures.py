@@ -21,8 +21,7 @@ from ...core import InputError
 from ...plots import decode
 from ...simulator.symbols import Line
 from ...simulator.trace import Step, Trace
-from ..charts import bars, finish, lines
-from ..drawing import frames, squares
+from ..charts import bars, finish, lines, squares
 
 ACROSS = 32  # cells on a line: the lanes of a warp
 ACROSS_WIDE = 16  # where a cell holds several elements, and names several threads
@@ -246,7 +245,8 @@ def _stacked(panels: list[_Panel], colours: Iterable[str], title: str, above: in
     captions = [panel.caption for panel in panels]
     figure = make_subplots(len(panels), 1, row_heights=heights, vertical_spacing=spacing, subplot_titles=captions)
     for row, panel in enumerate(panels, 1):
-        frames(figure, [], row)
+        behind = {"colorscale": [plots.INK, plots.INK], "showscale": False, "hoverinfo": "skip", "hoverongaps": False}
+        figure.add_heatmap(z=[], xgap=1, ygap=1, row=row, col=1, **behind)  # what is framed: its squares show around
         look = {"texttemplate": "%{text}", "textfont": {"size": panel.font}, "xgap": 5, "ygap": 5}
         squares(figure, [], colours, hovertemplate="%{customdata}<extra></extra>", row=row, col=1, **look)
         figure.update_xaxes(range=[-0.5, panel.width - 0.5], row=row, col=1)

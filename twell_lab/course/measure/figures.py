@@ -7,8 +7,7 @@ import plotly.graph_objects as go
 from ... import plots
 from ...ops.clock import quartiles
 from .. import charts
-from ..charts import groups
-from ..drawing import say
+from ..charts import groups, say
 from .data import ms
 
 LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE, "ELL": plots.BLUE}

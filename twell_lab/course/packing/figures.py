@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import plots
 from ...formats.twell import TwELL
 from ...plots import decode, tile_of
-from ..drawing import squares
+from ..charts import squares
 from .data import smallest
 
 ACROSS = 32  # columns of a tile on one line

@@ -1,5 +1,5 @@
-"""A model of the reader's, be it of transformers or of this project: its tokens of a text, its logits, and what swapped
-layers should be worth on other GPUs."""
+"""The workshop "your own model", which may be of transformers or of this project: its tokens of a text, its logits, and
+what swapped layers should be worth on other GPUs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import plotly.graph_objects as go
 import torch
 from torch import Tensor, nn
 
-from ...analysis import costs, predict
-from ...analysis.profile import FiringProfile
-from ...core import InputError
-from ...layers.choice import DENSE
-from ...layers.find import feed_forwards
-from ...layers.paths.cost import Firing
-from ...models import published
-from ...models.tiny import LanguageModel
-from ...ops.clock import dtype_for
-from ...training.text.source import spread_windows
-from ...training.text.tokenizer import tokenizer_of
-from ..sweep.data import CHECKPOINTS, folder
+from ..analysis import costs, predict
+from ..analysis.profile import FiringProfile
+from ..core import InputError
+from ..layers.choice import DENSE
+from ..layers.find import feed_forwards
+from ..layers.paths.cost import Firing
+from ..models import published
+from ..models.tiny import LanguageModel
+from ..ops.clock import dtype_for
+from ..training.text.source import spread_windows
+from ..training.text.tokenizer import tokenizer_of
+from .charts import bars, finish, one
+from .sweep import CHECKPOINTS, folder
 
 CONTEXT = 512  # tokens of a window at most
 _PROSE = re.compile(r"[A-Za-z ,.;:'\"()!?\n-]{120,}")
@@ -147,3 +149,20 @@ def gains(firing: FiringProfile, gpus: Sequence[str], tokens: Sequence[int]) -> 
             row = {"gpu": rates.device, "tokens": count, "dense_us": dense, "us": us, "x_dense": dense / us}
             rows.append(row | {"launches": 100 * launches / dense})
     return rows
+
+
+def picture(rows: Sequence[dict]) -> go.Figure:
+    """Return how many times as fast the layers of a model should be on each GPU, a bar a number of tokens, and which
+    percent of the dense layers' time launches take. rows: what `gains` returned."""
+    name = lambda row: f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
+    text = lambda row: f"{row['x_dense']:.2f}<br>launches<br>{row['launches']:.0f}%"
+    said = lambda row: f"{row['x_dense']:.2f} times as fast: {row['us']:,.0f} us instead of {row['dense_us']:,.0f}"
+    off = [
+        f"{row['gpu']}, {row['layers']} recorded layers: predicted over measured time {row['least']:.2f} to "
+        f"{row['most']:.2f}, median {row['median']:.2f}"
+        for row in predict.errors()
+    ]
+    figure = one(bars(go.Figure(), rows, "gpu", "x_dense", name, hover=said, text=text))
+    axis, most = "times as fast as dense", max((row["x_dense"] for row in rows), default=1)
+    figure = finish(figure, "All feed-forward layers, predicted", also=off, height=300, y=axis)
+    return figure.update_yaxes(range=[0, 1.35 * most])
