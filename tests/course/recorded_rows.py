@@ -1,9 +1,10 @@
 """Rows as the "inference" record has them, made up for the tests of notebook 09."""
 
+from twell_lab.analysis.costs import Rates
 from twell_lab.course.hopper import data as hopper
 from twell_lab.records import Record
 
-RATES = hopper.Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
+RATES = Rates(device="a GPU", dtype="bfloat16", matmul=800e12, bandwidth=3e12, l2=8e12, launch=0.0)
 WHERE = "recorded on Some GPU, 2026-01-02"
 
 

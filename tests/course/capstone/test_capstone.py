@@ -340,7 +340,7 @@ def test_a_submission_is_judged_timed_and_recorded(answer, silver, my_gpu, monke
     assert row["sectors_read"] == silver.sectors and "kind" not in row
     assert str(answer.parent) not in json.dumps(row)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "dtype_here", lambda: torch.bfloat16)
+    monkeypatch.setattr(data.clocks, "dtype_for", lambda device: torch.bfloat16)
     monkeypatch.setattr(gpu, "Mine", lambda text, threads, dtype: text)
     monkeypatch.setattr(gpu, "wrong", lambda mine: None)
     monkeypatch.setattr(gpu, "timed", lambda mine: FAST)

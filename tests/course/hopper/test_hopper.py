@@ -66,7 +66,7 @@ def test_nothing_recorded_is_below_the_floor():
 def test_versions_come_slowest_first():
     found = hopper.versions(gates())
     assert found[0]["path"] == "sm80 gate_pack" and found[-1]["path"] == "sm90 gate_pack v3"
-    assert hopper.rates(gates()).tensor == pytest.approx(2 * 16384 * 2048 * 5632 / 0.52e-3)
+    assert hopper.rates(gates()).matmul == pytest.approx(2 * 16384 * 2048 * 5632 / 0.52e-3)
 
 
 def test_points_of_the_roofline():

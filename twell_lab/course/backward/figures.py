@@ -8,8 +8,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
+from ...analysis.costs import Rates
 from ..charts import bars, finish, grids, groups, lines, one, say
-from ..hopper.data import Rates
 from .data import D_FF, D_MODEL, SPARSE, TOKENS
 
 NOTHING, KEPT = "#F4F4F4", plots.BLUE
@@ -67,12 +67,14 @@ def budget(floors: dict[int, dict[str, float]], reached: Rates, recorded: list[d
     edge = {"size": 12, "marker": {"line": {"color": "white", "width": 1}}}
     looks = {f"{path}, recorded": edge | {"colour": plots.INK, "symbol": symbol} for path, symbol in marks.items()}
     lines(figure, timed, "name", "ms", "part", hover=said, looks=looks, mode="markers")
-    dense = 1e3 * 9 * 2 * TOKENS * D_MODEL * D_FF / reached.tensor
+    dense = 1e3 * 9 * 2 * TOKENS * D_MODEL * D_FF / reached.matmul
     figure.add_hline(y=dense, line={"color": plots.INK, "width": 1, "dash": "dash"})
     text = f"nine dense products on the tensor cores: {dense:.2f} ms"
     say(figure, 0, dense, text, "left", 11, xref="paper", yanchor="top")
     rates = "{:.0f} TFLOP/s, {:.1f} TB/s from memory, {:.1f} from the L2"
-    told = "at rates that an H100 reached: " + rates.format(*(rate / 1e12 for rate in reached[:3]))
+    told = "at rates that an H100 reached: " + rates.format(
+        *(rate / 1e12 for rate in (reached.matmul, reached.bandwidth, reached.l2))
+    )
     title = "The parts of a sparse step, if every row came from the L2 cache"
     axes = {"x": "neurons firing for a token on average, and the sum of the parts", "y": "ms, 16,384 tokens"}
     return finish(figure, title, timed, 330, also=[told], **axes).update_layout(barmode="stack")

@@ -109,7 +109,7 @@ def launcher(
     text = source(file)
     threads = threads_of(text)
     if device == "cuda":
-        return gpu.Mine(text, threads, gpu.dtype_here()).launch
+        return gpu.Mine(text, threads, clocks.dtype_for("cuda")).launch
     program = simulator.compile(Path(file).absolute(), {"VALUE_BF16": True})
     watch = None if counted is None else "counts"
 
@@ -299,7 +299,7 @@ def timed_here(file: str | Path, judged: Judged) -> tuple[str, list[dict]]:
         return "Not run on the GPU: the simulator's verdict comes first.", []
     here, text = torch.cuda.get_device_name(), source(file)
     try:
-        mine = gpu.Mine(text, threads_of(text), gpu.dtype_here())
+        mine = gpu.Mine(text, threads_of(text), clocks.dtype_for("cuda"))
         if found := gpu.wrong(mine):
             return f"The simulator finds nothing wrong, but on {here}, {found}", []
         rows = gpu.timed(mine)

@@ -7,8 +7,8 @@ Rows are those of the "inference" record (twell_lab.bench.forward), each with `w
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
+from ...analysis.costs import Rates
 from ...analysis.predict import datasheets
 from ...formats.twell import POOL_WORDS, TILE, WORDS
 from ...ops.clock import dtype_for
@@ -27,28 +27,21 @@ D_MODEL, D_FF = 2048, 5632  # of the layer that all of the notebook is about
 # ---- the work, and the least time for it ----
 
 
-class Rates(NamedTuple):
-    """What a GPU reaches: operations a second in its tensor cores, bytes a second from memory and from the L2 cache."""
-
-    tensor: float
-    memory: float
-    l2: float
-    source: str
-
-
 def rates(rows: list[dict]) -> Rates:
     """The rates that were reached: by torch's fastest gate GEMM of these rows, a large copy, reads from the L2."""
-    gemms = select(rows, "gate", path="gate GEMM (torch)", tokens=16384)
-    best = min(gemms, key=lambda row: row["ms"])
-    tensor = 2 * best["tokens"] * best["d_model"] * best["d_ff"] / best["ms"] * 1e3
-    return Rates(tensor, H100.memory_bytes_per_s, H100.l2_bytes_per_s, best["where"])
+    best = min(select(rows, "gate", path="gate GEMM (torch)", tokens=16384), key=lambda row: row["ms"])
+    return _rates(best["device"], 2 * best["tokens"] * best["d_model"] * best["d_ff"] / best["ms"] * 1e3)
 
 
-def peaks(name: str = "H100 SXM") -> Rates:
-    """The rates that nothing on this GPU can exceed, by its datasheet: notebook 09's one floor. That of the L2 cache is
+def peaks() -> Rates:
+    """The rates that nothing on an H100 can exceed, by its datasheet: notebook 09's one floor. That of the L2 cache is
     in no datasheet: it is what reads that the L2 serves have reached."""
-    gpu = datasheet(name)
-    return Rates(1e12 * gpu["tensor_tflops"], 1e9 * gpu["bandwidth_gb_s"], H100.l2_bytes_per_s, gpu["source"])
+    gpu = datasheet()
+    return _rates(gpu["name"], 1e12 * gpu["tensor_tflops"], 1e9 * gpu["bandwidth_gb_s"])
+
+
+def _rates(device: str, matmul: float, bandwidth: float = H100.memory_bytes_per_s) -> Rates:
+    return Rates(device, "bfloat16", bandwidth=bandwidth, l2=H100.l2_bytes_per_s, matmul=matmul, launch=0.0)
 
 
 def work(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29) -> list[dict]:
@@ -79,7 +72,7 @@ def floors(steps: list[dict], reached: Rates) -> list[dict]:
     """
     found = []
     for step in steps:
-        times = {"tensor cores": step["operations"] / reached.tensor, "memory": step["memory"] / reached.memory}
+        times = {"tensor cores": step["operations"] / reached.matmul, "memory": step["memory"] / reached.bandwidth}
         if step["l2"] is not None:
             times["L2 cache"] = step["l2"] / reached.l2
             del times["tensor cores"]  # a warp multiplies in its ordinary units: one row against one token
@@ -90,9 +83,9 @@ def floors(steps: list[dict], reached: Rates) -> list[dict]:
     return found
 
 
-def datasheet(name: str = "H100 SXM") -> dict:
-    """The vendor's figures for a GPU (data/gpus.json)."""
-    return next(gpu for gpu in datasheets() if gpu["name"] == name)
+def datasheet() -> dict:
+    """The vendor's figures for an H100 (data/gpus.json)."""
+    return next(gpu for gpu in datasheets() if gpu["name"] == "H100 SXM")
 
 
 # ---- versions of the gate GEMM ----

@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import takewhile
 from math import ceil
 
@@ -155,11 +155,6 @@ class Weighed:
     densities: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
     times: dict[str, list[float]] = field(default_factory=dict)
 
-    @cached_property
-    def norm(self) -> Tensor:
-        """That of the exact product, which no threshold changes."""
-        return (self.inputs @ self.weight.t()).norm()
-
 
 FORMATS = ("dense", "CSR", "2:4", "blocks 16", "blocks 32")
 
@@ -200,7 +195,7 @@ def view(weighed: Weighed, threshold: float) -> dict:
     count, (out, width) = int(kept.sum()), weight.shape
     filled = {size: 1 - blocks.empty_share(pruned, size) for size in BLOCK_SIZES}
     groups = kept.view(out, width // 4, 4).sum(-1) > 2
-    lost = (weighed.inputs @ (weight - pruned).t()).norm() / weighed.norm
+    lost = (weighed.inputs @ (weight - pruned).t()).norm() / (weighed.inputs @ weight.t()).norm()
     legal = not bool(groups.any())
     size_of = {
         "dense": 2 * weight.numel(),
@@ -230,8 +225,3 @@ def _time(weighed: Weighed, name: str, density: float | None) -> float | None:
     if times is None or density is None:
         return None
     return float(np.exp(np.interp(np.log(max(density, at[0])), np.log(at), np.log(times))))
-
-
-def threshold_for(weight: Tensor, sparsity: float) -> float:
-    """The magnitude below which about this share of a weight lies."""
-    return float(weight.abs().flatten().double().quantile(sparsity))
