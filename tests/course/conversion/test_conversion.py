@@ -11,27 +11,23 @@ from twell_lab import records
 from twell_lab.course.conversion import data
 from twell_lab.course.training import held_out, some_text
 from twell_lab.layers.lossy import lossy_parts
-
-TINY = replace(data.MODEL, steps=4, batch=2, context=16, d_model=16, layers=2, heads=2, d_ff=32)
-
-
-@pytest.fixture(scope="module")
-def text():
-    return some_text(200_000)
+from twell_lab.models.relufy import relufy
+from twell_lab.models.thresholds import losses
+from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 
 @pytest.fixture(scope="module")
-def windows(text):
-    return held_out(text, 24, TINY.context)
+def smooth():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(d_model=16, layers=2, heads=2, d_ff=32, context=16)).eval()
+    for layer in model.layers:
+        layer.mlp.act_fn = nn.SiLU()
+    return model
 
 
 @pytest.fixture(scope="module")
-def smooth(text):
-    return data.smooth(text, TINY)
-
-
-@pytest.fixture(scope="module")
-def judged(smooth, windows):
+def judged(smooth):
+    windows = held_out(some_text(200_000), 24, 16)
     return data.judge("tiny", smooth, windows[::2], windows[1::2])
 
 
@@ -44,36 +40,12 @@ def weights(model):
     return [value.clone() for value in model.state_dict().values()]
 
 
-def test_a_smooth_model_has_a_silu_and_is_the_same_again(text, smooth):
-    assert sum(isinstance(module, nn.SiLU) for module in smooth.modules()) == TINY.layers and not smooth.training
-    again = data.smooth(text, TINY)
-    assert all(map(torch.equal, weights(smooth), weights(again)))
-
-
-def test_training_on_changes_the_model_and_tells_its_loss(text, smooth, windows):
-    model = copy.deepcopy(smooth)
-    history = data.further(model, text, replace(TINY, steps=11), windows)
-    assert [row["step"] for row in history] == [0, 10, 11]
-    assert history[-1]["bits"] < history[0]["bits"]
-    assert history[0]["bits"] == data.judge("tiny", smooth, windows[:4], windows).bits_per_byte
-    assert not model.training and not all(map(torch.equal, weights(smooth), weights(model)))
-    assert data.further(model, text, TINY) == []
-
-
-def test_l1_leaves_fewer_firing(text, smooth, windows, judged):
-    relu, config = data.to_relu(smooth), replace(TINY, steps=30, l1_delay=2, l1_warmup=2)
-    models = {"alone": copy.deepcopy(relu), "L1": copy.deepcopy(relu)}
-    data.further(models["alone"], text, config)
-    data.further(models["L1"], text, replace(config, l1=0.3))
-    alone, pressed = data.converted(models, judged)
-    assert pressed["density"] < 0.8 * alone["density"] and pressed["way"] == "convert"
-
-
-def test_a_conversion_is_a_copy_with_the_same_weights_and_no_warning(smooth, recwarn):
-    relu = data.to_relu(smooth)
-    assert not any(isinstance(module, nn.SiLU) for module in relu.modules()) and not recwarn.list
-    assert any(isinstance(module, nn.SiLU) for module in smooth.modules())
-    assert all(map(torch.equal, weights(smooth), weights(relu)))
+def test_a_converted_model_is_held_against_the_one_that_it_was(smooth, judged):
+    relu = relufy(copy.deepcopy(smooth), only=lambda name, layer: True)
+    (point,) = data.converted({"ReLU": relu}, judged)
+    assert 0 < point["density"] < 0.8 and point["way"] == "convert" and point["what"] == "ReLU"
+    change = losses(relu, judged.windows).mean() / judged.alone.mean() - 1
+    assert point["low"] <= point["change"] <= point["high"] and point["change"] == pytest.approx(100 * change, abs=1e-3)
 
 
 def test_cuts_leave_what_was_asked_for_and_the_model_as_it_was(judged):
