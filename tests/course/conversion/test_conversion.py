@@ -44,7 +44,7 @@ def test_a_converted_model_is_held_against_the_one_that_it_was(smooth, judged):
     relu = relufy(copy.deepcopy(smooth), only=lambda name, layer: True)
     (point,) = data.converted({"ReLU": relu}, judged)
     assert 0 < point["density"] < 0.8 and point["way"] == "convert" and point["what"] == "ReLU"
-    change = losses(relu, judged.windows).mean() / judged.alone.mean() - 1
+    change = float(losses(relu, judged.windows).mean() / judged.alone.mean()) - 1
     assert point["low"] <= point["change"] <= point["high"] and point["change"] == pytest.approx(100 * change, abs=1e-3)
 
 
