@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -44,30 +42,6 @@ def row_errors(got: Tensor, want: Tensor) -> Tensor:
     got, want = got.double(), want.double()
     off, size = (got - want).norm(dim=1), want.norm(dim=1)
     return torch.where(off == 0, 0.0, off / size)
-
-
-# ---- geometry: how large a tile, how many words ----
-
-
-def geometries(gate: Tensor, tiles: list[int], words: list[int]) -> list[dict]:
-    """relu(gate) packed with each pair of tile and words. gate: [rows, d_ff].
-
-    Rows: {tile, words, bytes (of a row, with its tail), overflow (share of rows)}. Pairs with more words than the tile
-    has columns, plus one, are left out: TwELL does not take them.
-    """
-    table = []
-    for tile, count in itertools.product(tiles, words):
-        if count <= tile + 1:
-            packed = TwELL.from_gate(gate, tile, count)
-            share = len(packed.overflow_rows) / len(gate)
-            table.append({"tile": tile, "words": count, "bytes": packed.nbytes / len(gate), "overflow": share})
-    return table
-
-
-def smallest(table: list[dict], overflow: float) -> dict | None:
-    """The row of `geometries` with the fewest bytes among those in which at most this share of rows overflows."""
-    fitting = [row for row in table if row["overflow"] <= overflow]
-    return min(fitting, key=lambda row: row["bytes"], default=None)
 
 
 # ---- the packing algorithm, as a warp does it ----
