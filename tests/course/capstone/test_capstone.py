@@ -336,7 +336,8 @@ def test_the_answers_compile_for_every_gpu(arch, dtype):
 def test_a_submission_is_judged_timed_and_recorded(answer, silver, my_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(data, "judge", lambda file: silver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (row,) = capstone.submit(answer).record.rows
+    *_, record = capstone.submit(answer)
+    (row,) = record.rows
     assert row["sectors_read"] == silver.sectors and "kind" not in row
     assert str(answer.parent) not in json.dumps(row)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -344,13 +345,13 @@ def test_a_submission_is_judged_timed_and_recorded(answer, silver, my_gpu, monke
     monkeypatch.setattr(gpu, "Mine", lambda text, threads, dtype: text)
     monkeypatch.setattr(gpu, "wrong", lambda mine: None)
     monkeypatch.setattr(gpu, "timed", lambda mine: FAST)
-    made = capstone.submit(answer)
-    assert made.medal == "gold" and made.rows == FAST
-    again = records.load(made.record.save(tmp_path))
+    said, _, record = capstone.submit(answer)
+    again = records.load(record.save(tmp_path))
+    assert said.startswith("gold: ")
     assert again.rows[1:] == FAST and again.notes["medal"] == "gold" and again.notes["source"] == answer.read_text()
     monkeypatch.setattr(gpu, "wrong", lambda mine: "with NaN: y[0][0]")
-    made = capstone.submit(answer)
-    assert "with NaN: y[0][0]" in made.on_gpu and made.rows == [] and made.medal == "predicted gold"
+    said, on_gpu, record = capstone.submit(answer)
+    assert "with NaN: y[0][0]" in on_gpu and record.rows[1:] == [] and said.startswith("predicted gold: ")
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
     with pytest.raises(StackError, match="g\\+\\+"):
         capstone.submit(answer)
