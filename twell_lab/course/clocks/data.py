@@ -6,7 +6,6 @@ before: there a worker thread stands in for it (`Queue`), which is a simulation 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -88,15 +87,6 @@ def in_turns(calls: dict[str, Call], queue: Queue, rounds: int = 15) -> Samples:
 def other_data(device: str) -> Tensor:
     """More bytes than a cache of this device holds."""
     return torch.empty(2**28 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
-
-
-def cached_side(device: str) -> int:
-    """A width of square 16-bit weights that two thirds of a GPU's L2 cache hold: a power of two, at most 4096. On a CPU
-    one of its caches holds 1024."""
-    if device != "cuda":
-        return 1024
-    holds = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) * 2 // 3
-    return min(4096, 2 ** (math.isqrt(holds // 2).bit_length() - 1)) if holds else 1024
 
 
 @contextmanager

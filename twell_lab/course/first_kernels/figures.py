@@ -93,13 +93,13 @@ def move_step_view(figure: go.Figure, trace: Trace, step: int, page: int = CELLS
     figure.layout.title.text = _step_title(trace, trace[step], text or {})
 
 
-def packed_text(words: int, dtype: str = "bfloat16") -> Text:
+def packed_text(words: int) -> Text:
     """The text of a cell for step_view, for a packed array of `words` words a tile: column above value."""
 
     def shown(element: int, word) -> str:
         if element % words == 0:
             return f"<b>{int(word)}</b>"
-        value, column = decode(int(word) % 2 ** (64 if dtype == "float32" else 32), dtype)
+        value, column = decode(int(word) % 2**32, "bfloat16")
         return f"{column}<br>{_short(value)}" if word else ""
 
     return shown

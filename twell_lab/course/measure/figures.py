@@ -48,13 +48,6 @@ def bars(
     return figure.update_layout(barmode="overlay")
 
 
-def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
-    """Draw one token's neurons as a grid of dots, the firing ones orange. fires: a truth value for each neuron."""
-    cells = [[int(on) for on in fires[at : at + across]] for at in range(0, len(fires), across)]
-    title = f"One token: {sum(map(bool, fires))} of {len(fires):,} neurons fire (orange)"
-    return charts.grids({"": cells}, ("#EDEDED", plots.RED), title, 20 + 6 * len(cells), across=1, xgap=1, ygap=1)
-
-
 def against_density(rows: list[dict], title: str) -> go.Figure:
     """Draw how many times as fast as dense each format is, over the density of the matrix; recorded lines are dotted.
 

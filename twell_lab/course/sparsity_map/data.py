@@ -5,9 +5,8 @@ recorded."""
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -15,16 +14,14 @@ from math import ceil
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import records
 from ...bench import comparison
-from ...bench.comparison import DENSE, PIECES, TWO_FOUR, Shape
-from ...models.thresholds import losses
+from ...bench.comparison import DENSE, PIECES, Shape
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import blocks, magnitude, two_four
-from ...sparsities.weights import SparseLinear
+from ...sparsities import blocks, magnitude
 from ..measure.data import ratios, runs_here
 from ..recorded import sourced
 
@@ -86,46 +83,6 @@ def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:
 
 
 # ---- what pruning costs a model ----
-
-
-def _rows(weight: Tensor, sparsity: float) -> Tensor:
-    keep = magnitude.largest(weight.norm(dim=1), magnitude.kept_of(len(weight), sparsity))
-    return keep[:, None].expand(weight.shape)
-
-
-def _at_random(weight: Tensor, sparsity: float) -> Tensor:
-    order = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0))
-    return magnitude.largest(order, magnitude.kept_of(weight.numel(), sparsity))
-
-
-# Ways to choose what is pruned: from a weight [out, in] and a sparsity to what is kept, bool.
-METHODS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "smallest weights": magnitude.magnitude_mask,
-    **{f"blocks {size} x {size}": partial(blocks.block_mask, size=size) for size in BLOCK_SIZES},
-    "whole rows": _rows,
-    "at random": _at_random,
-}
-
-
-def pruned_losses(
-    model: nn.Module, windows: Tensor, sparsities: Sequence[float] = (0.25, 0.5, 0.75, 0.9)
-) -> list[dict]:
-    """The loss (nats a byte) on windows [n, context] after pruning the feed-forward layers, without any training after
-    it; "2:4" at 0.5 alone. Rows {method, sparsity (as it came out), loss, dense_loss, more (share of the dense loss)}.
-    """
-    dense, made = losses(model, windows).mean().item(), []
-    cases = [(name, way, sparsity) for name, way in METHODS.items() for sparsity in sparsities]
-    for name, way, sparsity in [*cases, (TWO_FOUR, lambda weight, _: two_four.two_four_mask(weight), 0.5)]:
-        pruned = magnitude.prune(
-            copy.deepcopy(model),
-            mask=lambda weight, way=way, sparsity=sparsity: way(weight, sparsity),
-            only=lambda called, module: ".mlp." in f".{called}.",
-        )
-        layers = [layer for layer in pruned.modules() if isinstance(layer, SparseLinear)]
-        share = 1 - sum(layer.nnz for layer in layers) / sum(layer.mask.numel() for layer in layers)
-        loss = losses(magnitude.to_linears(pruned), windows).mean().item()
-        made.append({"method": name, "sparsity": share, "loss": loss, "dense_loss": dense, "more": loss / dense - 1})
-    return made
 
 
 def retrained() -> list[dict]:
