@@ -6,10 +6,8 @@ import torch
 from tests.course import recorded_rows
 from twell_lab.bench import comparison, methods
 from twell_lab.course.choosing import data, figures
-from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock as clocks
 from twell_lab.records import Record
-from twell_lab.sparsities import few_neurons, predictors
 
 WHERE = "yours, now, on CPU"
 SMALL = methods.Sizes(64, 768, (1, 8), 8, 64, torch.float32, "cpu", 0.01)
@@ -18,13 +16,6 @@ SMALL = methods.Sizes(64, 768, (1, 8), 8, 64, torch.float32, "cpu", 0.01)
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(data, "sizes_for", lambda device: SMALL)
-
-
-@pytest.fixture(scope="module")
-def subject():
-    torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(d_model=32, layers=2, heads=2, d_ff=96, context=16)).eval()
-    return model, torch.randint(0, 256, (4, 16)), torch.randint(0, 256, (64, 16))
 
 
 def row(method, tokens, share, x_dense, **more):
@@ -84,21 +75,6 @@ def test_padding_is_drawn_with_where_it_was_timed():
     rows = [{"path": path, "real": real, "ms": real, "where": WHERE} for path in ("a", "b", "c") for real in (1.0, 0.5)]
     drawn = figures.padding(rows)
     assert len(drawn.data) == 4 and drawn.layout.title.text.endswith(f"<sub>{WHERE}</sub>")
-
-
-def test_numbers_of_hot_neurons_are_timed_beside_dense():
-    rows = data.hot_rows("cpu")
-    assert [each["hot"] for each in rows] == [*range(0, 768, 256)] and all(each["d_ff"] == 768 for each in rows)
-    assert all(each["low"] <= each["x_dense"] <= each["high"] for each in rows)
-
-
-def test_what_guessing_costs(subject):
-    model, windows, seen = subject
-    found = predictors.predict(model, seen.split(16), recall=0.9, rank=4, steps=2)
-    rows = data.lossy_rows(model, windows, found, (1.0,), (1.0, 0.2))
-    whole = [each for each in rows if each["computed"] == 1]
-    assert whole and all(each["more"] == pytest.approx(0, abs=1e-4) for each in whole)
-    assert not any(isinstance(each, few_neurons.FewNeurons) for each in model.modules())
 
 
 def test_the_map_holds_each_method_against_dense_first():

@@ -6,23 +6,17 @@ says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from ... import records
 from ...bench import methods
 from ...bench import rows as bench_rows
 from ...bench.comparison import quantile
 from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, SHARES, SPLIT, sizes_for
-from ...layers.choice import Choice
-from ...layers.paths import STEP
-from ...models.tiny import LanguageModel
 from ...ops import clock
-from ...sparsities.few_neurons import core_neurons, remove
-from ...sparsities.predictors import Predictors
 from ..recorded import LOGNORMAL, newest
 
 SKIPPED, FOR_NOTHING, NEEDED, MISSED = range(4)
@@ -62,80 +56,6 @@ def hot_neurons(shares: Tensor, times: float) -> Tensor:
     times: how many times as much a firing neuron costs packed as any neuron dense."""
     order = shares.argsort(descending=True, stable=True)
     return order[shares[order] * times > 1]
-
-
-@torch.no_grad()
-def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) -> list[dict]:
-    """{hot, d_ff, x_dense, low, high, where}: a layer in which this share of the neurons fires, by how many of them are
-    computed densely, timed here in turns with the dense layer; low to high holds eight in ten turns. And the rows of
-    `recorded_map` whose share is within a factor of two, at the most tokens, without low and high."""
-    sizes = sizes_for(device)
-    layer, x = methods.drawn(share, sizes, sizes.tokens[-1] // 2)
-    step = max(1, sizes.d_ff // 8 // STEP) * STEP
-    calls: bench_rows.Calls = {DENSE: bench_rows.over(layer, [x])}
-    hots = range(0, sizes.d_ff, step)
-    for hot in hots:
-        swapped = methods.swapped(layer, Choice("hot_cold", hot) if hot else Choice("twell"))
-        methods.check_close(f"hot {hot}", swapped(x), layer(x))
-        calls[str(hot)] = bench_rows.over(swapped, [x])
-    took, _ = bench_rows.clocked(calls, x.device, 1.0, rounds=10)
-    shared, made = {"d_ff": sizes.d_ff, "where": here(device)}, []
-    for hot in hots:
-        turns = [dense / mine for dense, mine in zip(took[DENSE], took[str(hot)])]
-        low, middle, high = (quantile(turns, share) for share in (0.1, 0.5, 0.9))
-        made.append({**shared, "hot": hot, "x_dense": middle, "low": low, "high": high})
-    for row in recorded:
-        if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share:
-            where = f"{row['where']}: {row['share'] * row['d_ff']:.0f} of {row['d_ff']:,} fire"
-            made.append({"hot": row["hot"], "d_ff": row["d_ff"], "x_dense": row["x_dense"], "where": where})
-    return sorted(made, key=lambda row: row["hot"])
-
-
-# ---- predictors, and one token ----
-
-
-@torch.no_grad()
-def second_halves(model: LanguageModel, windows: Tensor, at: Callable[[Tensor], object] | None = None) -> Tensor:
-    """Return the mean loss of the second half of each window, in nats a token, float64 [n]. at: called with the first
-    half [1, length] of each window, the prompt of core neurons, before the model reads it."""
-    losses = []
-    for window in windows.split(1):
-        half = window.shape[1] // 2
-        if at is not None:
-            at(window[:, :half])
-        scores = model(window[:, :-1])[0, half - 1 :]
-        losses.append(cross_entropy(scores.float(), window[0, half:]).double().cpu())
-    return torch.stack(losses)
-
-
-@torch.no_grad()
-def lossy_rows(
-    model: LanguageModel,
-    windows: Tensor,
-    found: Predictors,
-    recalls: Sequence[float] = (0.5, 0.8, 0.95, 0.99),
-    shares: Sequence[float] = (0.1, 0.3, 0.7),
-) -> list[dict]:
-    """{way, computed (share of the neurons), more (share of the dense loss)}: the model with predicted neurons, and
-    with the core neurons of each window's first half; the loss is that of second halves."""
-    dense, made = float(second_halves(model, windows).mean()), []
-
-    def row(way: str, computed: float, at: Callable | None = None) -> None:
-        more = float(second_halves(model, windows, at).mean()) / dense - 1
-        made.append({"way": way, "computed": computed, "more": more})
-
-    try:
-        for recall in recalls:
-            at = found.at(recall)
-            at.apply(model)
-            row("predicted for each token", 1 - at.sparsity)
-            remove(model)
-        for share in shares:
-            again = lambda prompt, share=share: core_neurons(remove(model), prompt, share).apply(model)
-            row("the prompt's core neurons", share, again)
-    finally:
-        remove(model)
-    return made
 
 
 def token_bytes(d_model: int, d_ff: int, firing: int, rank: int, chosen: int, size: int) -> tuple[int, int, int]:
