@@ -1,31 +1,24 @@
-"""The workshop "your own model", which may be of transformers or of this project: its tokens of a text, its logits, and
-what swapped layers should be worth on other GPUs."""
+"""The workshop "your own model", which may be of transformers or of this project: its tokens of a text and its logits."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import plotly.graph_objects as go
 import torch
 from torch import Tensor, nn
 
-from ..analysis import costs, predict
-from ..analysis.profile import FiringProfile
 from ..core import InputError
-from ..layers.choice import DENSE
 from ..layers.find import feed_forwards
-from ..layers.paths.cost import Firing
 from ..models import published
 from ..models.tiny import LanguageModel
 from ..ops.clock import dtype_for
 from ..training.text.source import spread_windows
 from ..training.text.tokenizer import tokenizer_of
-from .charts import bars, finish, one
 from .sweep import CHECKPOINTS, folder
 
 CONTEXT = 512  # tokens of a window at most
@@ -128,41 +121,3 @@ def go_on(mine: Own, model: nn.Module, prompt: str, tokens: int = 60) -> str:
         best = logits(model, said[:, -mine.context :])[:, -1].argmax(-1)
         said = torch.cat([said, best[:, None].cpu()], 1)
     return mine.decode(said[0, start:])
-
-
-# ---- on another GPU ----
-
-
-def gains(firing: FiringProfile, gpus: Sequence[str], tokens: Sequence[int]) -> list[dict]:
-    """Return what all feed-forward layers of a profile should take on GPUs, each layer on its best path; predicted.
-
-    Rows: gpu, tokens, dense_us, us, x_dense, launches (the percent of dense_us that they take)."""
-    layers = [Firing.of(layer) for layer in firing.layers if layer.tokens]
-    rows = []
-    for gpu in gpus:
-        rates = predict.rates_of(gpu)
-        for count in tokens:
-            took = [costs.by_choice(layer, rates, count) for layer in layers]
-            dense, us = sum(times[DENSE] for times in took), sum(min(times.values()) for times in took)
-            itemsize = getattr(torch, rates.dtype).itemsize
-            launches = sum(costs.predict(DENSE, layer, rates, count, itemsize)["launches"] for layer in layers)
-            row = {"gpu": rates.device, "tokens": count, "dense_us": dense, "us": us, "x_dense": dense / us}
-            rows.append(row | {"launches": 100 * launches / dense})
-    return rows
-
-
-def picture(rows: Sequence[dict]) -> go.Figure:
-    """Return how many times as fast the layers of a model should be on each GPU, a bar a number of tokens, and which
-    percent of the dense layers' time launches take. rows: what `gains` returned."""
-    name = lambda row: f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}"
-    text = lambda row: f"{row['x_dense']:.2f}<br>launches<br>{row['launches']:.0f}%"
-    said = lambda row: f"{row['x_dense']:.2f} times as fast: {row['us']:,.0f} us instead of {row['dense_us']:,.0f}"
-    off = [
-        f"{row['gpu']}, {row['layers']} recorded layers: predicted over measured time {row['least']:.2f} to "
-        f"{row['most']:.2f}, median {row['median']:.2f}"
-        for row in predict.errors()
-    ]
-    figure = one(bars(go.Figure(), rows, "gpu", "x_dense", name, hover=said, text=text))
-    axis, most = "times as fast as dense", max((row["x_dense"] for row in rows), default=1)
-    figure = finish(figure, "All feed-forward layers, predicted", also=off, height=300, y=axis)
-    return figure.update_yaxes(range=[0, 1.35 * most])

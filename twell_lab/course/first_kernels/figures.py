@@ -385,15 +385,12 @@ def _short(value) -> str:
         return ""
     if isinstance(value, tuple):
         return f"{len(value)}×"
-    if isinstance(value, float):
-        if math.isfinite(value) and value == int(value) and abs(value) < 1000:
-            return f"{int(value)}"
-        if 0.05 <= abs(value) < 1000:
-            return f"{value:.1f}" if abs(value) < 9.95 else f"{value:.0f}"
-        if 0.005 <= abs(value) < 0.05:
-            return f"{value:.2f}".replace("0.", ".", 1)  # "-0.03" is wider than a cell
+    if not isinstance(value, float):
+        return f"{value}" if -1000 < value < 10000 else "…"
+    if not abs(value) < 1000 or 0 < abs(value) < 0.005:
         return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value}" if -1000 < value < 10000 else "…"
+    digits = 0 if value == int(value) or abs(value) > 9.95 else 1 if abs(value) >= 0.05 else 2
+    return f"{value:.{digits}f}".replace("0.0", ".0")  # "-0.03" is wider than a cell
 
 
 def _long(value) -> str:
