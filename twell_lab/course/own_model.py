@@ -1,4 +1,4 @@
-"""The workshop "your own model", which may be of transformers or of this project: its tokens of a text and its logits."""
+"""The workshop "your own model": one of transformers or of this project, its tokens of a text, and its logits."""
 
 from __future__ import annotations
 
@@ -64,25 +64,15 @@ def read(name: str | os.PathLike, device: str = "cpu") -> Own:
     place = folder(name) if shipped else published.folder_of(name)
     model = published.load(place, dtype=dtype_for(device), device=device)
     if isinstance(model, LanguageModel):
-        own = tokenizer_of(place, model.config.vocabulary)
-
-        def encode(text: str) -> Tensor:
-            return own.encode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).long()
-
-        def decode(tokens: Tensor) -> str:
-            return own.decode(tokens).decode("utf-8", "replace")
-
-        return Own(called, shipped, model, min(CONTEXT, model.config.context), encode, decode)
-    theirs = published.tokenizer_of(Path(place))
-    context = getattr(model.config, "max_position_embeddings", None) or CONTEXT
-    return Own(
-        called,
-        shipped,
-        model,
-        min(CONTEXT, context),
-        lambda text: theirs(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0],
-        theirs.decode,
-    )
+        own, context = tokenizer_of(place, model.config.vocabulary), model.config.context
+        encode = lambda text: own.encode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).long()
+        decode = lambda tokens: own.decode(tokens).decode("utf-8", "replace")
+    else:
+        theirs = published.tokenizer_of(Path(place))
+        context = getattr(model.config, "max_position_embeddings", None) or CONTEXT
+        encode = lambda text: theirs(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+        decode = theirs.decode
+    return Own(called, shipped, model, min(CONTEXT, context), encode, decode)
 
 
 # ---- what it reads and says ----

@@ -28,10 +28,8 @@ WHOLE = "whole step"
 
 
 class Case(NamedTuple):
-    """A gated layer, its input, and the gradient that comes back from above: all float64.
-
-    x, dy: [tokens, d_model]; gate, up: [d_ff, d_model]; down: [d_model, d_ff].
-    """
+    """A gated layer, its input, and the gradient that comes back from above: all float64. x, dy: [tokens, d_model];
+    gate, up: [d_ff, d_model]; down: [d_model, d_ff]."""
 
     x: Tensor
     gate: Tensor
@@ -75,10 +73,8 @@ def worst(got: Iterable[Tensor], want: Iterable[Tensor]) -> float:
 
 @contextmanager
 def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
-    """A context in which what autograd saves is listed: shape and bytes. Tensors that share memory count once.
-
-    The module's parameters are left out, since they are in memory anyway.
-    """
+    """A context in which what autograd saves is listed: shape and bytes. Tensors that share memory count once; the
+    module's parameters are left out, since they are in memory anyway."""
     ours = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     found: list[dict] = []
     alive: list[Tensor] = []  # holds them, so that no memory is freed and used again while they are counted

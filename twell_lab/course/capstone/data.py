@@ -128,7 +128,11 @@ def judge(file: str | Path, name: str = "down") -> Judged:
             launches = {plainest: "counts", **dict.fromkeys(others, "faults"), cases.counted(): "counts"}
         for of, watch in launches.items():
             with_what, y = f"with {of.said}: ", of.y()
-            run = _launch(program, name, of, y, threads, watch)
+            arguments = (of.packed, of.gate, of.down_t, y, of.down_t.shape[1], of.columns, TILE, WORDS)
+            rows, how = len(of.packed), {"watch": watch, "steps": STEPS, "seconds": SECONDS}
+            if of.columns != D_FF:  # that one makes more steps than are worth keeping
+                how["trace"] = rows - 1
+            run = program.launch(name, rows, threads, arguments, **how)
             counts = run.counts
             if found := cases.wrong(of, y) or counts and _silent_rows(program, name, of, counts):
                 return Judged(False, with_what + found)
@@ -145,13 +149,6 @@ def judge(file: str | Path, name: str = "down") -> Judged:
     sectors, least = counts.global_reads.sectors, cases.floor_sectors(of)
     said = f"{sectors:,} sectors read where {least:,} are the floor, {sectors / least:.2f} times as many"
     return Judged(True, f"right on every input, no fault; {said}.", counts, least)
-
-
-def _launch(program, name: str, of: cases.Case, y: torch.Tensor, threads: int, watch: str) -> simulator.program.Run:
-    arguments = (of.packed, of.gate, of.down_t, y, of.down_t.shape[1], of.columns, TILE, WORDS)
-    rows, counted = len(of.packed), of.columns == D_FF  # more steps than are worth keeping
-    trace = None if counted else rows - 1
-    return program.launch(name, rows, threads, arguments, watch=watch, trace=trace, steps=STEPS, seconds=SECONDS)
 
 
 def _crowded(program, name: str, of: cases.Case, fault: Fault) -> str:

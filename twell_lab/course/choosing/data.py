@@ -1,8 +1,6 @@
-"""What the notebook on choosing a path computes: methods that skip silent neurons, or tokens, on the same layers and
-clocks, and which of them is fastest where.
-
-Each method is held against the dense layer before it is timed, unless it is lossy or another layer, which its name
-says."""
+"""What the notebook on choosing a path computes: what methods that skip silent neurons compute, and which of them is
+fastest where. Each is held against the dense layer before it is timed, unless it is lossy or another layer, which its
+name says."""
 
 from __future__ import annotations
 
@@ -40,15 +38,9 @@ def works(fires: Tensor, tokens: int = 64, neurons: int = 64) -> dict[str, Tenso
     return {name: torch.where(here, done, missing) for name, here in computed.items()}
 
 
-# ---- micro-tiles ----
-
-
 def occupied(density: float, height: int) -> float:
     """The share of a stripe's columns that hold anything, if each of `height` values is there independently."""
     return 1 - (1 - density) ** height
-
-
-# ---- hot and cold ----
 
 
 def hot_neurons(shares: Tensor, times: float) -> Tensor:

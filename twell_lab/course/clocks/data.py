@@ -27,10 +27,8 @@ Call = Callable[[], object]
 
 
 class Queue:
-    """A queue of calls that are done later: a GPU's stream or, on a CPU, a worker thread in its place.
-
-    `launch(call)` returns at once on both; `synchronize()` waits until all launched calls are done.
-    """
+    """A queue of calls that are done later: a GPU's stream or, on a CPU, a worker thread in its place. `launch` returns
+    at once on both; `synchronize` waits until all launched calls are done."""
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -22,8 +22,7 @@ def bars(
     """Draw the median time of each call as a bar, with whiskers that span the middle half of its samples, if several.
 
     samples: name -> milliseconds; base: the name that the others are compared with, drawn grey; shown: what the axis
-    says of the bars, where single readings stand beside medians.
-    """
+    says of the bars, where single readings stand beside medians."""
     rows = []
     for name, values in samples.items():
         (middle, _), ordered = quartiles(values), sorted(values)

@@ -28,10 +28,7 @@ def one_tile(firing: int, seed: int = 0) -> Tensor:
 
 
 def toy_unpack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> Tensor:
-    """relu(gate), packed without a tail and unpacked again: values that a tile's slots cannot hold are gone.
-
-    gate: [rows, d_ff].
-    """
+    """relu(gate), [rows, d_ff], packed without a tail and unpacked again: values that find no slot are gone."""
     packed = TwELL.from_gate(gate, tile, words)
     no_tail = (torch.zeros_like(packed.tail_pointer), packed.tail_column[:0], packed.tail_value[:0])
     return TwELL(packed.packed, *no_tail, packed.shape, packed.dtype, packed.tile).to_dense()
@@ -48,10 +45,7 @@ def row_errors(got: Tensor, want: Tensor) -> Tensor:
 
 
 def warp_slots(fires: Tensor) -> tuple[int, list[int]]:
-    """One step of a warp: (ballot, slot of each lane), for 32 lanes. fires: bool [32].
-
-    The ballot is a 32-bit word, the same for every lane, in which bit i says whether lane i fires. A lane's slot is the
-    number of bits below its own, plus 1 because word 0 is the count.
-    """
+    """One step of a warp: (ballot, slot of each lane). fires: bool [32]. Bit i of the ballot says whether lane i fires.
+    A lane's slot is the number of bits below its own, plus 1 because word 0 is the count."""
     ballot = sum(1 << lane for lane in range(32) if fires[lane])
     return ballot, [1 + (ballot & ((1 << lane) - 1)).bit_count() for lane in range(32)]

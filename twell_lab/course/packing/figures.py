@@ -22,7 +22,6 @@ GAP, ABOVE, BELOW = 44, 96, 24  # pixels between panels, and around them
 
 def geometries(table: list[dict], best: dict) -> go.Figure:
     """Bytes a row, its tail included, and below them which rows overflow, for each tile (across) and number of words.
-
     table: rows {tile, words, bytes, overflow (share of rows)}. A red frame marks the `best` of them."""
     tiles, words = (sorted({row[key] for row in table}) for key in ("tile", "words"))
     cells: list[list] = [[None] * len(tiles) for _ in words]
@@ -44,11 +43,9 @@ def geometries(table: list[dict], best: dict) -> go.Figure:
 
 
 def tile_view(packed: TwELL, row: int = 0, part: int = 0) -> go.Figure:
-    """One row's tiles, and the columns, the words and the tail of one of them.
-
-    packed: the row alone; row: its number, for the title. part: which tile. Traces: 0 and 1 are the row's tiles (in
-    words, in the tail), 2 the columns, 3 the words, 4 the tail.
-    """
+    """One row's tiles, and the columns, the words and the tail of one of them. packed: the row alone; row: its number,
+    for the title. part: which tile. Traces: 0 and 1 are the row's tiles (in words, in the tail), 2 the columns, 3 the
+    words, 4 the tail."""
     figure = make_subplots(rows=4, cols=1, subplot_titles=["tiles", "columns", "words", "tail"])
     for name, colour in (("in words", COLOURS[IN_WORDS]), ("in the tail", COLOURS[IN_TAIL])):
         inside = {"textposition": "inside", "textangle": 0, "insidetextanchor": "middle", "constraintext": "none"}
