@@ -54,20 +54,6 @@ def drawn(tokens: int = 24, d_model: int = 16, d_ff: int = 40, seed: int = 0) ->
     return Case(x, gate, up, down, dy)
 
 
-def exact(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, dy: Tensor, c: float) -> tuple[Tensor, ...]:
-    """(dx, dgate, dup, ddown) by torch's autograd through the dense layer."""
-    x, gate, up, down = leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, gate, up, down)]
-    with torch.enable_grad():
-        h = (x @ gate.T).relu() * (x @ up.T)
-        return torch.autograd.grad((h @ down.T * dy).sum() + c * h.abs().sum(), leaves)
-
-
-def worst(got: Iterable[Tensor], want: Iterable[Tensor]) -> float:
-    """The largest |got - want| / |want| of these pairs of gradients."""
-    pairs = ((mine.double(), right.double()) for mine, right in zip(got, want, strict=True))
-    return max(float((mine - right).norm() / right.norm().clamp(min=1e-300)) for mine, right in pairs)
-
-
 # ---- memory by tensor ----
 
 
