@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.course.backward import test_measured as steps
+from tests.course.backward import test_backward as steps
 from tests.course.recorded_rows import everything, gates
 from tests.course.sparsity_map.test_sparsity_map import ROWS as PRODUCTS
 from twell_lab.course import measure, packing, sweep
-from twell_lab.course.backward import data as measured
+from twell_lab.course.backward import data as backward
 from twell_lab.course.backward import figures as backward_figures
 from twell_lab.course.clocks import figures as clock_figures
 from twell_lab.course.conversion import figures as conversion_figures
@@ -34,7 +34,7 @@ DENSITIES = [
 # name -> (the figure, {name of a trace: its y, or its x where that says more})
 SHOWN = {
     "training steps": (
-        lambda: backward_figures.steps(measured.layers(steps.compared())),
+        lambda: backward_figures.steps(backward.layers(steps.compared())),
         {"sparse, beside eager torch": [2.0], "planned, compiled, beside compiled torch": [2.0]},
     ),
     "claims": (
