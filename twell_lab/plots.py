@@ -45,7 +45,7 @@ def share(value: float) -> str:
 
 
 def tile_of(twell, row: int, tile: int) -> dict:
-    """Return one tile of one row of a formats.TwELL as a dict, which packed_tile draws and JSON can hold.
+    """Return one tile of one row of a formats.TwELL as a dict, which can be drawn and JSON can hold.
 
     {row, tile, width (columns in this tile), count (kept values), dtype, slots, words (the stored words that
     are used, as whole numbers, the count first), tail (the values that did not fit, as words too)}.
@@ -213,62 +213,6 @@ def neuron_frequency(profile, layer: int = 0) -> Figure:
         )
     name = layer_names([one.name for one in layers])[layer]
     return styled(figure, f"How often each neuron fires: {name}")
-
-
-def packed_tile(twell, row: int = 0, tile: int = 0) -> Figure:
-    """Draw one tile of a formats.TwELL before and after packing: its columns above, its words below (a count, then the
-    values). row, tile: which, from 0; InputError for one that is not there."""
-    at = tile_of(twell, row, tile)
-    entries = [decode(word, at["dtype"]) for word in at["words"][1:]]
-    across, down = 32, -(-at["width"] // 32)
-    a_line = 16 if at["slots"] > 15 else 8
-    lines = -(-(at["slots"] + 1) // a_line)
-    columns = [[line * across + i for i in range(across)] for line in range(down)]
-    cells = [[0.0 if column < at["width"] else None for column in line] for line in columns]
-    everything = entries + [decode(word, at["dtype"]) for word in at["tail"]]
-    for value, column in everything:
-        cells[column // across][column % across] = value
-    top = max([value for value, _ in everything if math.isfinite(value)], default=1.0)
-    shades = [[0, "#F2F2F2"], [0.001, "#CFE5F2"], [1, BLUE]]
-    look = dict(colorscale=shades, zmin=0, zmax=top, showscale=False, xgap=2, ygap=2, hoverongaps=False)
-    above, gap, below = 26 * down, 46, 44 * lines
-    figure = _figure(
-        rows=2,
-        cols=1,
-        vertical_spacing=gap / (above + gap + below),
-        row_heights=[above, below],
-        subplot_titles=[
-            f"before: {at['width']} columns, 32 a line; {at['count']} hold a value",
-            f"after: {at['slots'] + 1} words, {len(at['words'])} used: the count, then column: value",
-        ],
-    )
-    hover = "column %{customdata}: %{z:.4g}<extra></extra>"
-    figure.add_heatmap(z=cells, customdata=columns, hovertemplate=hover, row=1, col=1, **look)
-    # One (shade, text, text while the pointer is over it) for each word; None where the last line has no words left.
-    words = [(0.0, f"<b>{at['count']}</b>", f"word 0: the count, {at['count']}")]
-    for i, (value, column) in enumerate(entries, start=1):
-        stored = f"0x{at['words'][i]:08x}"
-        words.append((value, f"{column}:<br>{value:.2g}", f"word {i}: {stored} = value {value:.4g}, column {column}"))
-    words += [(0.0, "", f"word {i}: unused, never read") for i in range(len(words), at["slots"] + 1)]
-    words += [(None, None, None)] * (lines * a_line - len(words))
-    shade, texts, hovers = ([list(part[i : i + a_line]) for i in range(0, len(part), a_line)] for part in zip(*words))
-    figure.add_heatmap(
-        z=shade,
-        text=texts,
-        customdata=hovers,
-        texttemplate="%{text}",
-        textfont={"size": 10},
-        hovertemplate="%{customdata}<extra></extra>",
-        row=2,
-        col=1,
-        **look,
-    )
-    figure.update_xaxes(visible=False)
-    figure.update_yaxes(visible=False, autorange="reversed")
-    figure.update_annotations(font_size=13, x=0, xanchor="left")
-    rest = f"; {len(at['tail'])} more live in the tail" if at["tail"] else ""
-    title = f"TwELL: row {at['row']}, tile {at['tile']} ({at['dtype']}){rest}"
-    return styled(figure, title, height=110 + above + gap + below).update_layout(margin_b=20)
 
 
 # ---- parts ----

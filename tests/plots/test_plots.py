@@ -1,7 +1,6 @@
 """Figures: what they draw is what they were given."""
 
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -109,29 +108,10 @@ def test_a_tile_read_back_from_its_words_is_the_tile(dtype, width, share, words,
         ]
 
 
-def test_the_packed_tile_draws_values_where_they_were():
-    gate = torch.full((1, 64), -1.0)
-    gate[0, 5], gate[0, 40] = 0.5, 2.0
-    packed = formats.TwELL.from_gate(gate.to(torch.bfloat16), tile=64)
-    figure = plots.packed_tile(packed)
-    before, after = figure.data
-    assert before.z[0][5] == 0.5 and before.z[1][8] == 2.0 and sum(map(sum, before.z)) == 2.5
-    assert [cell for line in after.text for cell in line if cell] == ["<b>2</b>", "5:<br>0.5", "40:<br>2"]
-
-
-def test_an_overflowing_tile_says_so():
-    packed = formats.TwELL.from_gate(torch.ones(1, 64, dtype=torch.bfloat16), tile=64, words=32)
-    figure = plots.packed_tile(packed)
-    assert "33 more live in the tail" in figure.layout.title.text
-    assert sum(map(sum, figure.data[0].z)) == 64
-
-
-def test_infinity_and_nan_are_drawn_and_a_tile_that_is_not_there_is_refused():
-    gate = torch.tensor([[math.inf, math.nan, 1.0, -1.0]], dtype=torch.bfloat16)
-    packed = formats.TwELL.from_gate(gate, tile=4, words=4)
-    plots.packed_tile(packed).to_json()
+def test_a_tile_that_is_not_there_is_refused():
+    packed = formats.TwELL.from_gate(torch.ones(1, 4, dtype=torch.bfloat16), tile=4, words=4)
     with pytest.raises(InputError, match="tiles 0 to 0"):
-        plots.packed_tile(packed, 0, 1)
+        plots.tile_of(packed, 0, 1)
 
 
 def test_one_workload_is_a_line_and_others_are_kept_apart():

@@ -158,17 +158,17 @@ def submit(
     out: Annotated[Path, "save the record here [this folder]"] = Path(),
 ) -> Answer:
     """Judge a kernel of the capstone, which runs here as any program does, and write a record of its medal."""
-    from ..course import capstone
+    from ..course.capstone import data as capstone
 
     check_folder(out)
-    judged = capstone.submit(file)
-    lines = [f"submit: {line}" for line in (judged.said, judged.on_gpu) if line]
-    if judged.record is None:
-        return Answer({"medal": None, "said": judged.judged.said}, "\n".join(lines), status=1)
-    saved = judged.record.save(out)
+    judged, on_gpu, made = capstone.submit(file)
+    lines = [f"submit: {line}" for line in (judged, on_gpu) if line]
+    if made is None:
+        return Answer({"medal": None, "said": judged}, "\n".join(lines), status=1)
+    saved = made.save(out)
     columns = {key: key for key in ("path", "ms", "spread", "device", "tokens")}
-    lines += [records.table(judged.rows, columns)] if judged.rows else []
-    return Answer(judged.record.to_json(), "\n".join([*lines, f"submit: saved {saved}"]))
+    lines += [records.table(made.rows[1:], columns)] if made.rows[1:] else []
+    return Answer(made.to_json(), "\n".join([*lines, f"submit: saved {saved}"]))
 
 
 def grade(folders: Annotated[Sequence[Path], "in which a reader worked on the notebooks, who has its name"]) -> Answer:

@@ -2,7 +2,7 @@
 
 import shutil
 
-from twell_lab.course.sweep import data as course
+from twell_lab.course import sweep as course
 from twell_lab.training import sweep
 
 # The record itself

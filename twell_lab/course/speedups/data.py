@@ -6,7 +6,6 @@ records. Nothing is drawn here."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from statistics import quantiles
 
 import torch
@@ -42,26 +41,6 @@ def amdahl(share: float, times: float) -> float:
     fast."""
     left = 1 - share + share / times
     return 1 / left if left else math.inf
-
-
-def layer_needed(share: float, wanted: float) -> float | None:
-    """Return how many times as fast this share of the time must become for the whole to be `wanted` times as fast; None
-    where that is out of reach."""
-    left = 1 / wanted - (1 - share)
-    return share / left if left > 0 else None
-
-
-def share_from(layer: float, model: float) -> float:
-    """The share of a model's time in which its layers are, from how many times as fast the two became (layer not 1)."""
-    return (1 - 1 / model) / (1 - 1 / layer)
-
-
-def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """Where y falls below 1, on straight lines between points (x, y) of ascending x; None where it never does."""
-    for (x, y), (next_x, next_y) in zip(points, points[1:]):
-        if y >= 1 > next_y:
-            return x + (next_x - x) * (y - 1) / (y - next_y)
-    return None
 
 
 # ---- rows of whole models ----
