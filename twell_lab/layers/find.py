@@ -13,17 +13,7 @@ from .activations import computes, is_relu, is_squared, is_threshold, kernel_act
 from .experts import Expert, Routed, experts_of
 from .families import accepted
 from .lossy import HIDDEN, INPUT, Cut, ThresholdedInput, cut_of
-from .parts import (
-    HOOKS,
-    FeedForward,
-    class_of,
-    is_projection,
-    named_family,
-    owner_of,
-    part_at,
-    parts_of,
-    uncompiled,
-)
+from .parts import HOOKS, FeedForward, class_of, is_projection, named_family, owner_of, part_at, parts_of, uncompiled
 from .probe import check_all, difference, title, whole_of
 
 Only = Callable[[str, nn.Module], bool]
@@ -37,8 +27,7 @@ def layer_of(name: str, module: nn.Module, fires: Callable[[object, bool], bool]
     """Return the module as a feed-forward layer, if it has the parts of one and fires(activation, gated) is true."""
     if isinstance(module, StandIn):
         return module.feed_forward(name)
-    parts = parts_of(module)
-    if parts is None:
+    if (parts := parts_of(module)) is None:
         return None
     cut, acts = _cut_in(parts), parts.acts
     if not cut and not fires(acts, parts.gate is not None):
@@ -73,12 +62,19 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def feed_forwards(
-    model: nn.Module, *, only: Only | None = None, fires: Callable[[object, bool], bool] = computes
-) -> list[FeedForward]:
+def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Return every ReLU feed-forward layer of the model, dense or already sparse, by the names of their parts: what is
-    computed between them is not asked. only: layers for which only(name, module) is true. fires(activation, gated):
-    which count. InputError if there is none, naming what is there instead."""
+    computed between them is not asked. only: layers for which only(name, module) is true. InputError if there is none,
+    naming what is there instead."""
+    return _all_of(model, only, computes)
+
+
+def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
+    """Return what `feed_forwards` does, and gated layers of a squared ReLU, which no sparse path computes."""
+    return _all_of(model, only, lambda acts, gated: computes(acts, gated) or is_squared(acts))
+
+
+def _all_of(model: nn.Module, only: Only | None, fires: Callable[[object, bool], bool]) -> list[FeedForward]:
     check_model(model)
     layers = [layer for place in candidates(model) if (layer := layer_of(*place, fires))]
     if not layers:
@@ -89,11 +85,6 @@ def feed_forwards(
     return chosen
 
 
-def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
-    """Return what `feed_forwards` does, and gated layers of a squared ReLU, which no sparse path computes."""
-    return feed_forwards(model, only=only, fires=lambda acts, gated: computes(acts, gated) or is_squared(acts))
-
-
 def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
     """Return the layers that can be sparse, swapped ones among them, and by name why each other module with the parts
     of one stays dense; of a module of routed experts that is said once."""
@@ -101,10 +92,10 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
     reasons: dict[str, str] = {}
     asked: dict[nn.Module, tuple[str | None, bool]] = {}
     for name, module in candidates(model):
-        place, whole = whole_of(name, module)
         family = None if isinstance(module, (Expert, StandIn)) else named_family(module)
         if not (family or isinstance(module, (Expert, StandIn))) or not selected(only, name, module):
             continue
+        place, whole = whole_of(name, module)
         if whole not in asked:
             alone = not name and module is not model or name.rpartition(".")[2] == "_orig_mod"
             if family and not family.inside and alone:
@@ -207,11 +198,9 @@ def _called(part: nn.Module, hooks: bool = True) -> str | None:
 def _moved(part: nn.Module) -> str | None:
     """Return what accelerate's hook on a module does besides moving its input to where its weights are (device_map)."""
     hook, forward = vars(part).get("_hf_hook"), vars(part).get("forward")
-    if hook is None:
-        return None
     moves = class_of(hook) == "accelerate.hooks.AlignDevicesHook"
     outermost = getattr(getattr(forward, "func", None), "__module__", "") == "accelerate.hooks"
-    if moves and outermost and not hook.no_grad and not hook.offload:
+    if hook is None or moves and outermost and not hook.no_grad and not hook.offload:
         return None
     return f"has a hook of accelerate's ({type(hook).__name__}) that does more than move its input, as offloading does"
 
@@ -230,13 +219,10 @@ def marks_of(module: nn.Module) -> list[tuple]:
     for place in (*family.places, *_above(family.places)) if family else ():
         above, _, name = place.rpartition(".")
         part, holder = part_at(module, place), part_at(module, above) if above else module
-        if not isinstance(part, nn.Module):
-            continue
-        own = vars(part)
-        before, *others = (own[kind] for kind in HOOKS)
-        if isinstance(part, StandIn):  # a SparseFFN in the activation's place calls its hooks itself
-            before, others = {}, [{}, {}, {}]
-        marks.append((holder._modules, name, part, type(part), own.get("forward"), before, len(before), *others))
+        if isinstance(part, nn.Module):
+            own = vars(part)
+            before, *others = [{}] * 4 if isinstance(part, StandIn) else [own[kind] for kind in HOOKS]
+            marks.append((holder._modules, name, part, type(part), own.get("forward"), before, len(before), *others))
     return marks
 
 

@@ -20,7 +20,7 @@ from .choice import DENSE, Choice, LayerPlan
 from .experts import Expert
 from .find import FeedForward, StandIn, examine, is_plain, layer_of, marks_of
 from .lossy import Lossy, cut_of, zeroed
-from .parts import Over, Weights, formula, owner_of, part_at, parts_of, put
+from .parts import Over, Weights, formula, part_at, parts_of, put
 from .paths import PATHS
 from .terms import learn, of_hidden, prepare
 
@@ -37,31 +37,28 @@ class Prepared:
     """A call of a layer on a GPU, prepared for x of one shape and alignment, with gradients on or off: how it runs, and
     for which weights."""
 
-    def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, parts: list[Any]) -> None:
+    def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, owners: list[nn.Module]) -> None:
         self.run, self.dtype, self.index = run, x.dtype, x.get_device()
         self.grad, self.wanted = _grad_enabled(), x.requires_grad
         # Of each parameter: where it is, itself, its address, its strides, and whether it learns; None without a bias.
-        tables = {id(m): m._parameters for m in (owner_of(part) for part in parts if part is not None)}
         self.weights: list[tuple] = []
-        for own, name, t in [(table, *item) for table in tables.values() for item in table.items()]:
+        for own, name, t in [(m._parameters, *item) for m in owners for item in m._parameters.items()]:
             lies = (None,) * 3 if t is None else (t.data_ptr(), t.stride(), t.requires_grad)
             self.weights.append((own, name, t, *lies))
 
     def holds(self, x: Tensor) -> bool:
         """Return whether it may run: x has the type, lies on the device, and every weight is where it was."""
-        if x.dtype is not self.dtype or x.get_device() != self.index or not x.is_contiguous():
+        grad, dtype = self.grad, self.dtype
+        if x.dtype is not dtype or x.get_device() != self.index or not x.is_contiguous():
             return False
-        grad = self.grad
         if grad and x.requires_grad is not self.wanted:
             return False
         for table, name, t, at, strides, wanted in self.weights:
             if table.get(name) is not t:
                 return False
-            if t is None:
-                continue
-            if t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype:
+            if t is not None and (t.data_ptr() != at or t.stride() != strides or t.dtype is not dtype):
                 return False
-            if grad and t.requires_grad is not wanted:
+            if grad and t is not None and t.requires_grad is not wanted:
                 return False
         return True
 
@@ -74,11 +71,10 @@ class SparseFFN(nn.Module, StandIn):
     rewritten; `train()` later changes nothing, stays exact and may be slow.
 
     A forward on plain tensors runs a path (ops.dispatch says which kernels that are on which GPU); where gradients are
-    needed, ops.train does. A tile with more firing neurons than it has words costs time for its row, never a value:
-    `down_rows` or ops.train_lost computes that row from the dense weights. Whatever is unusual calls the
-    dense module, with its projections as modules: transforms, traces, forward AD, autocast without gradients, tensor
-    subclasses, other dtypes, and a projection that was replaced, hooked, parametrized or adapted after the swap. So do
-    activations that no kernel computes (`acts` and `kept` are None), and gradients of all but the ReLU and its square.
+    needed, ops.train does. Whatever is unusual calls the dense module, with its projections as modules: transforms,
+    traces, forward AD, autocast without gradients, tensor subclasses, other dtypes, and a projection that was replaced,
+    hooked, parametrized or adapted after the swap. So do activations that no kernel computes (`acts` and `kept` are
+    None), and gradients of all but the ReLU and its square.
 
     source: the dense module, which is run on a few rows beside the formula first. plan: a LayerPlan picks the path by
     the number of tokens; a Choice is one path for all, hot/cold then with the neurons in the order that they have;
@@ -110,8 +106,8 @@ class SparseFFN(nn.Module, StandIn):
         if self.registered:
             vars(self).update({name: vars(source)[name] for name in _SHARED})
         self.parts: list[Any] = [found.gate, found.up, found.down]  # in lists, too: they are the source's children
-        self._drop, self._family = [found.drop], found.family
-        self.seat: Seat | None = None
+        self._owners, self._drop, self._family = found.owners, [found.drop], found.family
+        self.seat: tuple[Any, HandOn, HandOn] | None = None  # inside a block: its activation and its projections
         functional.check_finite(self.weights().named())
         self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
         self._know_activation()
@@ -127,7 +123,7 @@ class SparseFFN(nn.Module, StandIn):
         self.register_load_state_dict_post_hook(SparseFFN._renew)
         self.marks = marks_of(source)
         self.follow(plan)
-        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in found.owners]
+        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in self._owners]
 
     @classmethod
     def from_module(
@@ -148,8 +144,11 @@ class SparseFFN(nn.Module, StandIn):
         return Weights.of(*self.parts)
 
     def take_seat(self) -> None:
-        """Inside a block: compute what lies between the block's up projection and its down projection, and both."""
-        self.seat = Seat(self, self.source)
+        """Take the place of the activation in a block that calls its projections itself, so that there is no module to
+        swap: compute what lies between the block's up projection and its down projection, and both."""
+        acts = part_at(self.source, self._family.activation)
+        put(self.source, self._family.activation, self)
+        self.seat = acts, *(HandOn(m, self, first) for m, first in zip(self._owners, (True, False)))
         self.marks = marks_of(self.source)
 
     def feed_forward(self, name: str) -> FeedForward:
@@ -167,14 +166,16 @@ class SparseFFN(nn.Module, StandIn):
         d_ff, d_model = self.up.weight.shape
         if plan is None:
             plan = DENSE if self.acts is None else Choice()
-        if isinstance(plan, LayerPlan):
-            found, own = (plan.d_model, plan.d_ff, plan.gated), (d_model, d_ff, self.gate is not None)
-            if found != own:
-                sizes = "d_model {}, d_ff {}, gated {}"
-                raise InputError(f"the plan is for {sizes.format(*found)}; {sizes.format(*own)} is accepted")
-        elif not isinstance(plan, Choice):
+        planned = isinstance(plan, LayerPlan)
+        if not planned and not isinstance(plan, Choice):
             raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
-        choices = [*plan.choices.items()] if isinstance(plan, LayerPlan) else [(1, plan)]
+        own = d_model, d_ff, self.gate is not None
+        if planned and (plan.d_model, plan.d_ff, plan.gated) != own:
+            found, own = (
+                f"d_model {a}, d_ff {b}, gated {c}" for a, b, c in ((plan.d_model, plan.d_ff, plan.gated), own)
+            )
+            raise InputError(f"the plan is for {found}; {own} is accepted")
+        choices = [*plan.choices.items()] if planned else [(1, plan)]
         for choice in {choice for _, choice in choices}:
             choice.check(d_ff)
             self._check_path(choice.path)
@@ -184,7 +185,7 @@ class SparseFFN(nn.Module, StandIn):
         self.plan, self.choices = plan, choices
         hot = max(choice.hot for _, choice in choices)
         reads = {name: how for _, choice in choices for name, how in PATHS[choice.path].reads.items()}
-        order = plan.order(hot).tolist() if hot and isinstance(plan, LayerPlan) else None
+        order = plan.order(hot).tolist() if hot and planned else None
         self.why = "the model was in training mode when it was swapped" if self.training else ""
         if reads and not self.training:
             self.why = storage.rewrite(self.parts, reads, order, self._tied)
@@ -280,28 +281,24 @@ class SparseFFN(nn.Module, StandIn):
             if run is not None:
                 if len(self._prepared) >= _MOST_PREPARED:
                     self._prepared.clear()
-                self._prepared[self._call(x)] = Prepared(run, x, self.parts)
+                self._prepared[self._call(x)] = Prepared(run, x, self._owners)
         return learn(self, x, weights, path) if learns else path.forward(self, x, weights, hot)
 
     def _is_usual(self, x: Tensor, weights: Weights) -> bool:
         """Return whether this is a plain call on such tensors: inference, or training, there also under autocast."""
-        up = weights.up
-        if x.layout is not _STRIDED or x.dim() == 0:
+        up, place, dtype = weights.up, x.get_device(), x.dtype
+        if x.layout is not _STRIDED or x.dim() == 0 or x.shape[-1] != up.shape[1]:
             return False
-        place, dtype = x.get_device(), x.dtype  # a number costs the host less than a torch.device
-        if x.shape[-1] != up.shape[1] or not (x.is_cuda or x.is_cpu) or not (up.is_cuda or up.is_cpu):
+        if not (x.is_cuda or x.is_cpu) or up.device != x.device:
             return False
         if checks.plain_eager():
-            for t in weights:
-                if t is not None and (t.dtype is not dtype or t.get_device() != place):
-                    return False
-        elif up.get_device() != place or not (torch.is_autocast_enabled(x.device.type) and torch.is_grad_enabled()):
-            return False
-        elif checks.transformed() or checks.watched(x):
-            return False
-        if self._known_for != (up.dtype, up.device):
+            usual = all(t is None or t.dtype is dtype and t.get_device() == place for t in weights)
+        else:
+            learns = torch.is_autocast_enabled(x.device.type) and torch.is_grad_enabled()
+            usual = learns and not (checks.transformed() or checks.watched(x))
+        if usual and self._known_for != (up.dtype, up.device):
             self._know_activation()
-        return not self.drops
+        return usual and not self.drops
 
     # Whether a forward drops hidden activations at random, whatever the rate, and at the rate that it has.
     may_drop = property(lambda self: self.training and self._drop[0] is not None)
@@ -359,15 +356,16 @@ class SparseFFN(nn.Module, StandIn):
     def dense(self, x: Tensor) -> Tensor:
         """Compute the layer by the dense module, whatever is on its parts."""
         if self.seat is not None:
-            return self.seat.dense(x)
+            acts, up, down = self.seat
+            if x.shape[-1] != up.d_model:  # the up projection computed
+                return self.report(acts(x))
+            return down.beneath(self.report(acts(up.beneath(x))))
         if self.registered and self.told is None:
             return self.source.forward(x)
-        # Compiled code takes no hooks: there a layer that reports is computed by its formula.
-        traced = torch.compiler.is_compiling()
         alone = not self.registered or isinstance(self.source, Expert)
-        if alone or traced and self._is_plain() and not self.formula["cut"]:
+        if alone or self._is_plain() and not self.formula["cut"]:  # compiled code takes no hooks
             return formula(parts_of(self.source)._replace(both=self.formula["both"]), x, self.report)
-        if traced:
+        if torch.compiler.is_compiling():
             return self.source.forward(x)
         down = getattr(self.source, self._family.down)
         seen = down.register_forward_pre_hook(lambda module, args: self.report(args[0]))
@@ -420,50 +418,25 @@ class SparseFFN(nn.Module, StandIn):
         for handle in self._saving:
             handle.remove()
         if self.seat is not None:
-            self.seat.leave()
+            acts, *projections = self.seat
+            if part_at(self.source, self._family.activation) is self:  # nothing else was put there
+                put(self.source, self._family.activation, acts)
+            for projection in projections:  # one that another module wraps by now computes in any case
+                HandOn.take_off(projection.module)
         elif self.registered:
             self.source.training = self.training
         return self.source
 
 
-# ---- inside a block, as in OPT, GPT-2 and BERT
-
-
 class HandOn(Over):
-    """The forward of a projection of such a block. up: whether it is the one before the activation."""
+    """The forward of a projection of a block, as in OPT, GPT-2 and BERT, whose SparseFFN does all the work: it hands on
+    what it gets, the one before the activation only while all parts are as they were. Who has to compute is told by the
+    width of what comes in, [..., d_model] or [..., d_ff]."""
 
-    def __init__(self, projection: nn.Module, seat: Seat, up: bool) -> None:
+    def __init__(self, projection: nn.Module, sparse: SparseFFN, first: bool) -> None:
         super().__init__(projection)
-        self.seat, self.up = seat, up
+        self.sparse, self.first, self.d_model = sparse, first, sparse.up.weight.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        hands_on = x.shape[-1] == self.seat.d_model and (not self.up or is_plain(self.seat.sparse))
+        hands_on = x.shape[-1] == self.d_model and (not self.first or is_plain(self.sparse))
         return x if hands_on else self.beneath(x)
-
-
-class Seat:
-    """The place of the activation in a block that calls its projections itself, so that there is no module to swap: a
-    SparseFFN takes it and does all the work, and the projections hand on what they get, the first one only while all
-    parts are as they were. Who has to compute is told by the width of what comes in, [..., d_model] or [..., d_ff]."""
-
-    def __init__(self, sparse: nn.Module, block: nn.Module) -> None:
-        parts = parts_of(block)
-        self.sparse, self.block, self.family, self.activation = sparse, block, parts.family, parts.acts
-        self.d_model = parts.up.weight.shape[1]
-        put(block, self.family.activation, sparse)
-        self.up, self.down = (HandOn(owner, self, up) for owner, up in zip(parts.owners, (True, False)))
-
-    def dense(self, x: Tensor) -> Tensor:
-        """Return what the block's own modules give for hidden values [..., d_ff], or for an input [..., d_model] that
-        the up projection handed on."""
-        if x.shape[-1] != self.d_model:
-            return self.sparse.report(self.activation(x))
-        return self.down.beneath(self.sparse.report(self.activation(self.up.beneath(x))))
-
-    def leave(self) -> None:
-        """Put the activation back, unless something else is in its place, and have the projections compute; one that
-        another module wraps by now computes in any case."""
-        if part_at(self.block, self.family.activation) is self.sparse:
-            put(self.block, self.family.activation, self.activation)
-        for each in (self.up, self.down):
-            HandOn.take_off(each.module)
