@@ -168,7 +168,7 @@ class _Trial:
             chosen = torch.rand(len(x), len(experts), generator=draw, device="cpu").argsort(1)[:, :4].to(x.device)
             weights = torch.rand(chosen.shape, generator=draw, device="cpu").to(x)
             if by_formula:
-                return [mixed(x, chosen, weights, len(experts), lambda number, rows, _: experts[number](rows))]
+                return [mixed(x, chosen, weights, len(experts), lambda number, rows: experts[number](rows))]
             return [type(twin).forward(twin, x, chosen, weights)]
         if not self.inside:
             return [formula(parts, x) if by_formula else twin(x)]

@@ -1,6 +1,6 @@
 """The ways through a feed-forward layer: which layers each takes, how it wants the weights to lie, its forward pass,
-and what that costs. PATHS has each by the name that plans, records and the operator know it by. A new one is a class
-here and a line below; or a file of a room above, which hands it down (`Registry.further`)."""
+and what that costs. A new one is a class here and a line in PATHS; or a file of a room above, which hands it down
+(`Registry.further`)."""
 
 from __future__ import annotations
 
@@ -30,23 +30,16 @@ _HANDS_DOWN = "twell_lab.sparsities"  # fills `Registry.further`; imported when 
 
 
 class Path:
-    """One way through a layer. It has no state.
-
-    name: what plans, records and the operator call it. packs: whether neurons that fire are packed. splits: whether a
-    choice of it says how many neurons, the first ones, are hot. exact: whether it computes the layer's function, but
-    for rounding. patterned: whether it takes a layer for where the zeros of its weights lie; then it is timed on those.
-    learns: the path of ops.train where gradients are needed. cuts: whether it is for layers with thresholds on their
-    inputs, which take these paths and dense alone. reads: of "gate", "up" and "down" those that it reads by rows or by
-    columns (layers.storage)."""
+    """One way through a layer, without state. name: what plans, records and the operator call it."""
 
     name: str
-    packs = True
-    splits = False
-    exact = True
-    patterned = False
-    cuts = False
-    learns = "twell"
-    reads: Mapping[str, str] = {}
+    packs = True  # the neurons that fire
+    splits = False  # whether a choice of it says how many neurons, the first ones, are hot
+    exact = True  # whether it computes the layer's function, but for rounding
+    patterned = False  # whether it takes a layer for where the zeros of its weights lie; then it is timed on those
+    cuts = False  # whether it is for layers with thresholds on their inputs, which take such paths and dense alone
+    learns = "twell"  # the path of ops.train where gradients are needed
+    reads: Mapping[str, str] = {}  # of "gate", "up" and "down" those that it reads by ROWS or by COLUMNS
 
     def sizes(self, d_ff: int) -> Sequence[int]:
         """Return how many neurons may be hot in a layer of d_ff: empty where the path cannot take it."""
@@ -91,25 +84,25 @@ class Dense(Path):
     packs = False
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Tensor:
-        return super().forward(layer, x, weights, 0) if self._fuses(layer, x, weights) else layer.dense(x)
+        return super().forward(layer, x, weights, 0) if _fuses(layer, x, weights) else layer.dense(x)
 
     def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor] | None:
-        if self._fuses(layer, x, weights):
+        if _fuses(layer, x, weights):
             return super().prepare(layer, x, weights, 0)
         return layer.source.forward if layer.registered else None
-
-    @staticmethod
-    def _fuses(layer: nn.Module, x: Tensor, weights: Weights) -> bool:
-        if not x.is_cuda or torch.compiler.is_compiling() or layer.acts != RELU or weights.gate is weights.up:
-            return False
-        from ...ops import dispatch
-
-        return hides_host(x) and dispatch.fuses(weights.up)
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
         gemm, values = dense_parts(work)
         launches = 2 if work.fuses_dense else 5 if work.firing.gated else 3
         return {"gemm": gemm, "rows": 0.0, "memory": values, "launches": launches * work.rates.launch, "lost": 0.0}
+
+
+def _fuses(layer: nn.Module, x: Tensor, weights: Weights) -> bool:
+    if not x.is_cuda or torch.compiler.is_compiling() or layer.acts != RELU or weights.gate is weights.up:
+        return False
+    from ...ops import dispatch
+
+    return hides_host(x) and dispatch.fuses(weights.up)
 
 
 def hides_host(x: Tensor) -> bool:
@@ -232,15 +225,13 @@ class Converted(Path):
 
 
 class Registry(dict[str, Path]):
-    """Holds paths by name. Those in it are exact, and weighed for every plan. Others are found by their names as well,
-    and are weighed where somebody named them.
-
-    further: of these, the name, and module and class, which is imported when it is first used."""
+    """Holds paths by the names that plans, records and the operator know them by. Those in it are exact, and weighed
+    for every plan. `further` ones, by name their module and class, which is imported when it is used, are found by
+    their names as well, and are weighed where somebody named them."""
 
     def __init__(self, *paths: Path) -> None:
         super().__init__({path.name: path for path in paths})
         self.further: dict[str, str] = {}
-        self._found: dict[str, Path] = {}
 
     def names(self) -> list[str]:
         """Return the names of all paths, those of this room first."""
@@ -248,12 +239,10 @@ class Registry(dict[str, Path]):
         return [*self, *self.further]
 
     def __missing__(self, name: str) -> Path:
-        if name not in self._found:
-            if name not in self.names():
-                raise KeyError(name)
-            module, _, kind = self.further[name].rpartition(".")
-            self._found[name] = getattr(import_module(module), kind)()
-        return self._found[name]
+        if name not in self.names():
+            raise KeyError(name)
+        module, _, kind = self.further[name].rpartition(".")
+        return getattr(import_module(module), kind)()
 
 
 PATHS = Registry(Dense(), Twell(), HotCold())
