@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops.activation import CURVES, RELU, Activation, SquaredReLU
-from .lossy import Cut, ThresholdedActivation
+from .lossy import ThresholdedActivation
 
 if TYPE_CHECKING:
     from ..ops.kept_inputs import Kept
+    from .parts import FeedForward
 
 
 def kind_of(activation) -> str:
@@ -56,10 +57,11 @@ def computes(activation, gated: bool) -> bool:
     return is_relu(activation) or not gated and is_squared(activation) or is_threshold(activation)
 
 
-def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:
+def kernel_inputs(layer: FeedForward) -> Kept | None:
     """Return what the kernel that reads the weights of kept inputs alone computes of a layer; None where it does not
     take it. Where thresholds differ by column, the kernel has none: zeros are there before."""
-    if cut is None or both or is_squared(acts):
+    acts, cut = layer.acts or torch.relu, layer.cut
+    if cut is None or layer.both or layer.gate is layer.up:
         return None
     from ..ops.kept_inputs import Kept
 
@@ -68,18 +70,16 @@ def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None)
 
 
 @torch.no_grad()
-def kernel_activation(
-    acts: Callable[[Tensor], Tensor], gated: bool, both: bool, like: Tensor, cut: Cut | None = None
-) -> Activation | None:
+def kernel_activation(layer: FeedForward) -> Activation | None:
     """Return the activation of a layer as kernels compute it that skip silent neurons; None where none does, as with
-    thresholds on the layer's inputs (cut). both: whether up goes through it too. A squared ReLU counts as a ReLU: its
-    layer is relu(u) * u. like: a tensor with the type and device of the values.
+    thresholds on the layer's inputs. A squared ReLU counts as a ReLU: its layer is relu(u) * u.
 
     A threshold keeps what lies above the greatest value that the activation does not keep: whether one between two
-    values is rounded is up to torch's operation there."""
-    if cut is None and (is_relu(acts) or is_squared(acts)):
-        return Activation(both=both)
-    if cut is not None or both or not is_threshold(acts):
+    values is rounded is up to torch's operation, in the weights' type and on their device."""
+    acts, like = layer.acts, layer.up.weight
+    if layer.cut is None and acts is None:
+        return Activation(both=layer.both)
+    if layer.cut is not None or layer.both or not is_threshold(acts):
         return None
     bound = float(acts.threshold)
     if isinstance(acts, ThresholdedActivation) and not is_relu(acts.activation):
@@ -94,7 +94,9 @@ def kernel_activation(
         values = torch.stack(near)
         silent = max((v for v, y in zip(values.tolist(), acts(values.clone()).tolist()) if y == 0), default=inf)
         nan = acts(torch.full_like(values, torch.nan)).isnan().all()
-    if silent == inf or not (gated or nan):  # beyond the type's end, or none; or numbers for a row without any
+    if (
+        silent == inf or layer.gate is None and not nan
+    ):  # beyond the type's end, or none; or numbers for a row without any
         return None
     return RELU if silent <= 0 else Activation("above", silent)
 

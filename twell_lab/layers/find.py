@@ -125,10 +125,9 @@ def sound(layers: list[FeedForward]) -> list[FeedForward]:
 
 def only_dense(found: FeedForward) -> str:
     """Return why no kernel computes a layer of these parts: "" where one does."""
-    acts, gated = found.acts or nn.functional.relu, found.gate is not None
-    kernel = kernel_activation(acts, gated, found.both, found.up.weight, found.cut)
-    if kernel or kernel_inputs(acts, found.both or found.gate is found.up, found.cut):
+    if kernel_activation(found) or kernel_inputs(found):
         return ""
+    acts = found.acts or nn.functional.relu
     return f"its activation ({kind_of(getattr(acts, 'activation', acts))} with a threshold) has no other path"
 
 

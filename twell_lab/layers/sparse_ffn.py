@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -99,17 +98,13 @@ class SparseFFN(nn.Module, StandIn):
         reason, both = examine(source) if probed is None else (None, probed)
         if reason is not None:
             raise InputError(f"{type(source).__name__} {reason}")
-        found = layer_of("", source)
         self.tile, self.words, self._tied = tile, words, frozenset(tied)
-        self._source = [source]  # in a list: it is no child
-        self.registered = not found.family.inside
+        self.parts: FeedForward = layer_of("", source)._replace(both=both)  # no children, as they are in a tuple
+        self.registered = not self.parts.family.inside
         if self.registered:
             vars(self).update({name: vars(source)[name] for name in _SHARED})
-        self.parts: list[Any] = [found.gate, found.up, found.down]  # in lists, too: they are the source's children
-        self._owners, self._drop, self._family = found.owners, [found.drop], found.family
         self.seat: tuple[Any, HandOn, HandOn] | None = None  # inside a block: its activation and its projections
         functional.check_finite(self.weights().named())
-        self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
         self._know_activation()
         self.forms: dict[str, Any] = {}  # by path (layers.paths.Converted)
         self._prepared: dict[tuple, Prepared] = {}  # by what `_call` says
@@ -123,7 +118,7 @@ class SparseFFN(nn.Module, StandIn):
         self.register_load_state_dict_post_hook(SparseFFN._renew)
         self.marks = marks_of(source)
         self.follow(plan)
-        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in self._owners]
+        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in self.parts.owners]
 
     @classmethod
     def from_module(
@@ -134,28 +129,28 @@ class SparseFFN(nn.Module, StandIn):
 
     # ---- what it is
 
-    source = property(lambda self: self._source[0], doc="The dense module that this one stands for.")
-    gate = property(lambda self: self.parts[0])
-    up = property(lambda self: self.parts[1])
-    down = property(lambda self: self.parts[2])
+    source = property(lambda self: self.parts.module, doc="The dense module that this one stands for.")
+    gate = property(lambda self: self.parts.gate)
+    up = property(lambda self: self.parts.up)
+    down = property(lambda self: self.parts.down)
 
     def weights(self) -> Weights:
         """Return the weights of gate, up and down, as they are now."""
-        return Weights.of(*self.parts)
+        return Weights.of(*self.parts[2:5])
 
     def take_seat(self) -> None:
         """Take the place of the activation in a block that calls its projections itself, so that there is no module to
         swap: compute what lies between the block's up projection and its down projection, and both."""
-        acts = part_at(self.source, self._family.activation)
-        put(self.source, self._family.activation, self)
-        self.seat = acts, *(HandOn(m, self, first) for m, first in zip(self._owners, (True, False)))
+        place = self.parts.family.activation
+        acts = part_at(self.source, place)
+        put(self.source, place, self)
+        self.seat = acts, *(HandOn(m, self, first) for m, first in zip(self.parts.owners, (True, False)))
         self.marks = marks_of(self.source)
 
     def feed_forward(self, name: str) -> FeedForward:
         """Return this layer as `feed_forwards` lists it, found under this name; inside a block it is named by it."""
-        place = name if self.registered else name[: -len(self._family.activation)].rstrip(".")
-        acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
-        return FeedForward(place, self, self.gate, self.up, self.down, acts, self.formula["both"], self.formula["cut"])
+        place = name if self.registered else name[: -len(self.parts.family.activation)].rstrip(".")
+        return self.parts._replace(name=place, module=self)
 
     # ---- what it does
 
@@ -188,14 +183,11 @@ class SparseFFN(nn.Module, StandIn):
         order = plan.order(hot).tolist() if hot and planned else None
         self.why = "the model was in training mode when it was swapped" if self.training else ""
         if reads and not self.training:
-            self.why = storage.rewrite(self.parts, reads, order, self._tied)
+            self.why = storage.rewrite(self.parts[2:5], reads, order, self._tied)
             if not self.why:
                 self.order = order
             elif order is not None:  # what cannot be put in order can be turned
-                storage.rewrite(self.parts, reads)
-        # What compiled code sees of it: (tokens, path, hot), path "" for the dense module.
-        seen = {name: name for name in PATHS.names() if PATHS[name].packs or PATHS[name].cuts}
-        self._compiled = [(n, seen.get(c.path, ""), c.hot) for n, c in choices]
+                storage.rewrite(self.parts[2:5], reads)
         self._renew()
 
     def _check_path(self, name: str) -> None:
@@ -203,7 +195,7 @@ class SparseFFN(nn.Module, StandIn):
         if path.cuts and self.kept is None:
             raise InputError(f"path {name!r} {ONLY_CUT}")
         if not path.cuts and self.acts is None and name != DENSE.path:
-            what = self.formula["cut"] or kind_of(self.formula["acts"])
+            what = self.parts.cut or kind_of(self.parts.acts or torch.relu)
             others = ", ".join(map(repr, [DENSE.path, *(FOR_CUT if self.kept else ())]))
             raise InputError(f"path {name!r} does not compute this layer ({what}); accepted: {others}")
         try:
@@ -214,7 +206,7 @@ class SparseFFN(nn.Module, StandIn):
     def restore(self) -> None:
         """Put the neurons back in the order that they had, and store the weights by rows."""
         if self.order is not None or any(PATHS[c.path].reads for _, c in self.choices):
-            storage.restore(self.parts, self.order)
+            storage.restore(self.parts[2:5], self.order)
         self.order = None
 
     def choice(self, tokens: int) -> Choice:
@@ -281,7 +273,7 @@ class SparseFFN(nn.Module, StandIn):
             if run is not None:
                 if len(self._prepared) >= _MOST_PREPARED:
                     self._prepared.clear()
-                self._prepared[self._call(x)] = Prepared(run, x, self._owners)
+                self._prepared[self._call(x)] = Prepared(run, x, self.parts.owners)
         return learn(self, x, weights, path) if learns else path.forward(self, x, weights, hot)
 
     def _is_usual(self, x: Tensor, weights: Weights) -> bool:
@@ -301,8 +293,8 @@ class SparseFFN(nn.Module, StandIn):
         return usual and not self.drops
 
     # Whether a forward drops hidden activations at random, whatever the rate, and at the rate that it has.
-    may_drop = property(lambda self: self.training and self._drop[0] is not None)
-    drops = property(lambda self: self.may_drop and self._drop[0].p > 0)
+    may_drop = property(lambda self: self.training and self.parts.drop is not None)
+    drops = property(lambda self: self.may_drop and self.parts.drop.p > 0)
 
     def _traced(self, x: Tensor) -> Tensor:
         """Return what torch.compile sees: one operator, or torch's operations, which it fuses."""
@@ -314,27 +306,23 @@ class SparseFFN(nn.Module, StandIn):
             return learn(self, x, weights, PATHS["twell" if sparse else DENSE.path])
         if not self._is_fit():
             return self.dense(x)
-        tokens, chosen = x.shape[:-1].numel(), self._compiled[-1]
-        for one in self._compiled[:-1]:
-            if tokens <= one[0]:
-                chosen = one
-                break
-        if not chosen[1] or x.dtype != weights.up.dtype:
+        tokens = x.shape[:-1].numel()
+        choice = self.choice(tokens)
+        path = PATHS[choice.path]
+        if not (path.packs or path.cuts) or x.dtype != weights.up.dtype:
             return self.dense(x)
-        if chosen[1] in FOR_CUT:
+        if path.cuts:
             from ..ops.kept_inputs import FEW
 
-            if not x.is_cuda or not 0 < tokens <= FEW:
-                return self.dense(x)
-            return self.by_kept_inputs(x, weights)
-        return functional.infer(x, *weights, chosen[1], chosen[2], self.tile, self.words, self.acts)
+            return self.by_kept_inputs(x, weights) if x.is_cuda and 0 < tokens <= FEW else self.dense(x)
+        return functional.infer(x, *weights, choice.path, choice.hot, self.tile, self.words, self.acts)
 
     def by_kept_inputs(self, x: Tensor, weights: Weights) -> Tensor:
         """Compute a layer with thresholds on its inputs as two operators (ops.kept_inputs), without a threshold where
         these differ by column (WINA)."""
         gate, up, down, gate_bias, up_bias, down_bias = weights
         first = (up, None, up_bias, None) if gate is None else (gate, up, gate_bias, up_bias)
-        product, kept, cut = torch.ops.twell_lab.kept_inputs, self.kept, self.formula["cut"]
+        product, kept, cut = torch.ops.twell_lab.kept_inputs, self.kept, self.parts.cut
         h = product(zeroed(x, cut.input) if cut.by_column else x, *first, kept.inputs, kept.kind)
         return product(zeroed(h, cut.hidden) if cut.by_column else h, down, None, down_bias, None, kept.hidden, None)
 
@@ -363,11 +351,11 @@ class SparseFFN(nn.Module, StandIn):
         if self.registered and self.told is None:
             return self.source.forward(x)
         alone = not self.registered or isinstance(self.source, Expert)
-        if alone or self._is_plain() and not self.formula["cut"]:  # compiled code takes no hooks
-            return formula(parts_of(self.source)._replace(both=self.formula["both"]), x, self.report)
+        if alone or self._is_plain() and not self.parts.cut:  # compiled code takes no hooks
+            return formula(parts_of(self.source)._replace(both=self.parts.both), x, self.report)
         if torch.compiler.is_compiling():
             return self.source.forward(x)
-        down = getattr(self.source, self._family.down)
+        down = part_at(self.source, self.parts.family.down)
         seen = down.register_forward_pre_hook(lambda module, args: self.report(args[0]))
         try:
             return self.source.forward(x)
@@ -386,11 +374,9 @@ class SparseFFN(nn.Module, StandIn):
     def _know_activation(self) -> None:
         """Work out what kernels compute: `acts`, of the activation, and `kept`, with thresholds on the inputs (TEAL).
         Another type or device may round a threshold, and those by column are tensors there."""
-        self.formula["cut"] = self.formula["cut"] and cut_of(self)
-        gated, like = self.gate is not None and self.gate is not self.up, self.up.weight
-        self._known_for = like.dtype, like.device
-        self.acts = kernel_activation(**self.formula, gated=self.gate is not None, like=like)
-        self.kept = kernel_inputs(**self.formula) if gated or self.gate is None else None
+        self.parts = self.parts._replace(cut=self.parts.cut and cut_of(self))
+        self._known_for = self.up.weight.dtype, self.up.weight.device
+        self.acts, self.kept = kernel_activation(self.parts), kernel_inputs(self.parts)
 
     def _renew(self, *_) -> None:
         """Have other representations of the weights made anew: a state was loaded, or the layer was moved."""
@@ -409,7 +395,7 @@ class SparseFFN(nn.Module, StandIn):
     def extra_repr(self) -> str:
         d_ff, d_model = self.up.weight.shape
         paths = ", ".join(dict.fromkeys(str(choice) for _, choice in self.choices))
-        lossy = f", {self.formula['acts']}" if isinstance(self.formula["acts"], Lossy) else ""
+        lossy = f", {self.parts.acts}" if isinstance(self.parts.acts, Lossy) else ""
         return f"d_model={d_model}, d_ff={d_ff}, tile={self.tile}, words={self.words}, path={paths}{lossy}"
 
     def close(self) -> nn.Module:
@@ -419,8 +405,8 @@ class SparseFFN(nn.Module, StandIn):
             handle.remove()
         if self.seat is not None:
             acts, *projections = self.seat
-            if part_at(self.source, self._family.activation) is self:  # nothing else was put there
-                put(self.source, self._family.activation, acts)
+            if part_at(self.source, self.parts.family.activation) is self:  # nothing else was put there
+                put(self.source, self.parts.family.activation, acts)
             for projection in projections:  # one that another module wraps by now computes in any case
                 HandOn.take_off(projection.module)
         elif self.registered:
