@@ -211,7 +211,10 @@ class SparseFFN(nn.Module, StandIn):
 
     def choice(self, tokens: int) -> Choice:
         """Return what is done with so many tokens."""
-        return next((choice for most, choice in self.choices[:-1] if tokens <= most), self.choices[-1][1])
+        for most, choice in self.choices[:-1]:  # torch.compile of torch 2.6 knows no next(..., default)
+            if tokens <= most:
+                return choice
+        return self.choices[-1][1]
 
     def runs(self, tokens: int | None = None) -> str:
         """Return what the layer, as it is now, computes of so many tokens (None: of the most): its choice, or "dense: "
