@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..analysis.running import vocabulary_of
-from ..layers.find import FeedForward
+from ..layers.find import FeedForward, firing_layers
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import LayerTerm, layer_terms
 from . import parallel
