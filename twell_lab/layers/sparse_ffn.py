@@ -127,8 +127,6 @@ class SparseFFN(nn.Module, StandIn):
         """Return a SparseFFN for a feed-forward module (or an OPT decoder layer); the two share their parameters."""
         return cls(module, plan=plan, tile=tile, words=words)
 
-    # ---- what it is
-
     source = property(lambda self: self.parts.module, doc="The dense module that this one stands for.")
     gate = property(lambda self: self.parts.gate)
     up = property(lambda self: self.parts.up)
@@ -152,24 +150,18 @@ class SparseFFN(nn.Module, StandIn):
         place = name if self.registered else name[: -len(self.parts.family.activation)].rstrip(".")
         return self.parts._replace(name=place, module=self)
 
-    # ---- what it does
-
     def follow(self, plan: LayerPlan | Choice | None) -> None:
-        """Take the paths of a plan from now on, and rewrite the weights for them.
-
-        Raises InputError for a plan of another shape, and for a path that does not compute this layer."""
+        """Take the paths of a plan from now on, and rewrite the weights for them. Raises InputError for a plan of another
+        shape, and for a path that does not compute this layer."""
         d_ff, d_model = self.up.weight.shape
         if plan is None:
             plan = DENSE if self.acts is None else Choice()
-        planned = isinstance(plan, LayerPlan)
-        if not planned and not isinstance(plan, Choice):
+        if not isinstance(plan, (LayerPlan, Choice)):
             raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
-        own = d_model, d_ff, self.gate is not None
-        if planned and (plan.d_model, plan.d_ff, plan.gated) != own:
-            found, own = (
-                f"d_model {a}, d_ff {b}, gated {c}" for a, b, c in ((plan.d_model, plan.d_ff, plan.gated), own)
-            )
-            raise InputError(f"the plan is for {found}; {own} is accepted")
+        planned, own = isinstance(plan, LayerPlan), (d_model, d_ff, self.gate is not None)
+        if planned and (sizes := (plan.d_model, plan.d_ff, plan.gated)) != own:
+            said = "d_model {}, d_ff {}, gated {}"
+            raise InputError(f"the plan is for {said.format(*sizes)}; {said.format(*own)} is accepted")
         choices = [*plan.choices.items()] if planned else [(1, plan)]
         for choice in {choice for _, choice in choices}:
             choice.check(d_ff)
@@ -329,20 +321,17 @@ class SparseFFN(nn.Module, StandIn):
         h = product(zeroed(x, cut.input) if cut.by_column else x, *first, kept.inputs, kept.kind)
         return product(zeroed(h, cut.hidden) if cut.by_column else h, down, None, down_bias, None, kept.hidden, None)
 
-    # The next two are asked while code is traced, not before each call.
-
     def _is_plain(self) -> bool:
         return is_plain(self)
 
     def _is_fit(self) -> bool:
         """Return whether the weights lie as its paths read them."""
         weights = self.weights()
-        if any(t is not None and t.dtype != weights.up.dtype for t in weights):
-            return False
-        return not any(PATHS[choice.path].refuses(self, weights) for _, choice in self.choices)
+        same = all(t is None or t.dtype == weights.up.dtype for t in weights)
+        return same and not any(PATHS[choice.path].refuses(self, weights) for _, choice in self.choices)
 
-    _is_plain._dynamo_marked_constant = True
-    _is_fit._dynamo_marked_constant = True
+    # Both are asked while code is traced, not before each call.
+    _is_plain._dynamo_marked_constant = _is_fit._dynamo_marked_constant = True
 
     def dense(self, x: Tensor) -> Tensor:
         """Compute the layer by the dense module, whatever is on its parts."""
@@ -359,13 +348,8 @@ class SparseFFN(nn.Module, StandIn):
         if torch.compiler.is_compiling():
             return self.source.forward(x)
         down = part_at(self.source, self.parts.family.down)
-        seen = down.register_forward_pre_hook(lambda module, args: self.report(args[0]))
-        try:
+        with down.register_forward_pre_hook(lambda module, args: self.report(args[0])):
             return self.source.forward(x)
-        finally:
-            seen.remove()
-
-    # ---- what torch does with it
 
     def train(self, mode: bool = True) -> SparseFFN:
         super().train(mode)
