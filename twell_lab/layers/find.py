@@ -14,7 +14,7 @@ from .experts import Expert, Routed, experts_of
 from .families import accepted
 from .lossy import HIDDEN, INPUT, Cut, ThresholdedInput, cut_of
 from .parts import HOOKS, FeedForward, class_of, is_projection, named_family, owner_of, part_at, parts_of, uncompiled
-from .probe import check_all, difference, title, whole_of
+from .probe import difference, raise_all, title, whole_of, wrong_ones
 
 Only = Callable[[str, nn.Module], bool]
 
@@ -112,15 +112,11 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
 
 def sound(layers: list[FeedForward]) -> list[FeedForward]:
     """Return those of these layers that compute what their parts say (probe). InputError where none does."""
-    wholes = [whole_of(layer.name, layer.module)[1] for layer in layers]
-    wrong = {m for m in dict.fromkeys(wholes) if not isinstance(m, StandIn) and difference(m) is not None}
-    chosen = [layer for layer, whole in zip(layers, wholes) if whole not in wrong]
+    wrong = wrong_ones((layer.name, layer.module) for layer in layers if not isinstance(layer.module, StandIn))
+    chosen = [layer for layer in layers if whole_of("", layer.module)[1] not in wrong]
     if not chosen:
-        check_all((layer.name, layer.module) for layer in layers)
+        raise_all([*wrong.values()])
     return chosen
-
-
-# ---- why a layer stays dense ----
 
 
 def only_dense(found: FeedForward) -> str:
@@ -204,9 +200,6 @@ def _moved(part: nn.Module) -> str | None:
     return f"has a hook of accelerate's ({type(hook).__name__}) that does more than move its input, as offloading does"
 
 
-# ---- whether a layer is still what was swapped ----
-
-
 def _above(places: tuple[str, ...]) -> set[str]:
     return {place.rpartition(".")[0] for place in places} - {""}
 
@@ -240,9 +233,6 @@ def is_plain(layer) -> bool:
         ):
             return False
     return True
-
-
-# ---- models, and what to say of them ----
 
 
 def check_model(model) -> None:

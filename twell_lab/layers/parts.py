@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from types import MethodType
 from typing import NamedTuple, TypeAlias
 
@@ -32,14 +31,12 @@ class Part:
     names: tuple[str, str | None] = ("weight", "bias")
     index: int | None = None
 
-    weight = property(lambda self: self._rows(getattr(self.owner, self.names[0]), self.transposed))
+    weight = property(lambda self: self._rows(self.names[0], self.transposed))
+    bias = property(lambda self: self._rows(self.names[1]) if self.names[1] else None)
 
-    @property
-    def bias(self) -> Tensor | None:
-        stored = getattr(self.owner, self.names[1]) if self.names[1] else None
-        return None if stored is None else self._rows(stored)
-
-    def _rows(self, stored: Tensor, transposed: bool = False) -> Tensor:
+    def _rows(self, name: str, transposed: bool = False) -> Tensor | None:
+        if (stored := getattr(self.owner, name)) is None:
+            return None
         stored = stored if self.index is None else stored[self.index]
         stored = stored.t() if transposed else stored
         rows = stored.shape[0] // 2
@@ -135,16 +132,15 @@ def formula(layer: FeedForward, x: Tensor, seen: Callable[[Tensor], Tensor] | No
 
 def part_at(module: nn.Module, place: str) -> object:
     """Return what is at this place in the module, such as "output.dense"; None if there is nothing."""
-    try:
-        return attrgetter(place)(module)
-    except AttributeError:
-        return None
+    for name in place.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def put(module: nn.Module, place: str, part: object) -> None:
     """Set what is at this place in the module: a module, or a function."""
     above, _, name = place.rpartition(".")
-    block = attrgetter(above)(module) if above else module
+    block = module.get_submodule(above)
     if not isinstance(part, nn.Module):
         block._modules.pop(name, None)  # torch would not have a function in a module's place
     setattr(block, name, part)
@@ -201,9 +197,7 @@ class Over:
 
     def beneath(self, *args, **kwargs):
         """Return what the module computes without this."""
-        if self.before is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self.before(*args, **kwargs)
+        return (self.before or MethodType(type(self.module).forward, self.module))(*args, **kwargs)
 
     @classmethod
     def take_off(cls, module: nn.Module) -> None:

@@ -64,10 +64,15 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
         )
 
 
+def wrong_ones(layers: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
+    """Return which of these modules have a `difference`, and what messages say of each."""
+    wholes = {whole: name for name, whole in (whole_of(*layer) for layer in layers)}
+    return {m: f"{title(name, m)} {reason}" for m, name in wholes.items() if (reason := difference(m)) is not None}
+
+
 def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
     """Raise InputError naming each of these modules that has a `difference`."""
-    modules = dict(whole_of(*layer) for layer in layers)
-    raise_all([f"{title(name, m)} {reason}" for name, m in modules.items() if (reason := difference(m)) is not None])
+    raise_all([*wrong_ones(layers).values()])
 
 
 def whole_of(name: str, module: nn.Module) -> tuple[str, nn.Module]:

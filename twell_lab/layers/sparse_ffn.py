@@ -151,8 +151,8 @@ class SparseFFN(nn.Module, StandIn):
         return self.parts._replace(name=place, module=self)
 
     def follow(self, plan: LayerPlan | Choice | None) -> None:
-        """Take the paths of a plan from now on, and rewrite the weights for them. Raises InputError for a plan of another
-        shape, and for a path that does not compute this layer."""
+        """Take the paths of a plan from now on, and rewrite the weights for them. InputError for a plan of another shape,
+        and for a path that does not compute this layer."""
         d_ff, d_model = self.up.weight.shape
         if plan is None:
             plan = DENSE if self.acts is None else Choice()

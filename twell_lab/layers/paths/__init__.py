@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .cost import Rates, Work
 
 STEP = 256  # hot sizes are multiples of this, so that the cold part starts with a whole tile
-_WORD_BYTES = 4
 _HANDS_DOWN = "twell_lab.sparsities"  # fills `Registry.further`; imported when a name is asked for that is not here
 
 
@@ -114,7 +113,7 @@ def hides_host(x: Tensor) -> bool:
 
 
 def dense_parts(work: Work) -> tuple[float, float]:
-    """Return the seconds of the GEMMs, and of relu and multiply over the values between them."""
+    """Return the seconds of the dense GEMMs, and of relu and multiply over the values between them."""
     values = 0 if work.fuses_dense else (5 if work.firing.gated else 2) * work.tokens * work.firing.d_ff * work.itemsize
     return work.gemm(work.firing.d_ff, work.firing.d_model, work.gemms), values / work.rates.bandwidth
 
@@ -127,8 +126,26 @@ class Twell(Path):
     reads = {"gate": ROWS, "up": ROWS, "down": COLUMNS}
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        launches = 2 if work.fuses_gate or work.few else 3
-        return packed_cost(work, 0, work.fuses_gate, work.gemm(work.firing.d_ff, work.firing.d_model), 0, launches)
+        firing, tokens, itemsize, rates = work.firing, work.tokens, work.itemsize, work.rates
+        few, fused, cold, d_model = work.few, work.fuses_gate, firing.d_ff - hot, firing.d_model
+        a_row = math.ceil(cold / TILE) * (WORDS * 4 + 32)  # written whole, read as far as it is used
+        packed = 0 if work.lists else tokens * a_row
+        values = 0 if fused or few else 2 * tokens * cold * itemsize
+        heavy, entries = firing.heavy(hot) if fused else (0.0, 0.0)
+        lost = 0.0 if few else firing.lost(hot)  # the kernels for few tokens take any number of entries
+        gemm, memory = work.gemm(cold, d_model), 2 * tokens * d_model * itemsize + packed + values
+        launches = (2 if fused or few else 3) + (2 * work.pieces if fused else 0)
+        if hot:
+            gemm += work.gemm(hot, d_model, work.gemms)
+            memory += 2 * tokens * hot * itemsize + 2 * tokens * d_model * 4
+            launches += 2 if fused else 5
+        return {
+            "gemm": gemm,
+            "rows": work.rows(firing.frequency[hot:]) * (1 - entries),
+            "memory": memory / rates.bandwidth,
+            "launches": launches * rates.launch,
+            "lost": max(lost, heavy) * sum(dense_parts(work)),
+        }
 
 
 class HotCold(Twell):
@@ -141,35 +158,6 @@ class HotCold(Twell):
 
     def sizes(self, d_ff: int) -> range:
         return range(STEP, d_ff, STEP)
-
-    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        d_model, tokens, fused = work.firing.d_model, work.tokens, work.fuses_gate
-        gemm = work.gemm(work.firing.d_ff - hot, d_model) + work.gemm(hot, d_model, work.gemms)
-        moved = 2 * tokens * hot * work.itemsize + 2 * tokens * d_model * 4
-        launches = (2 if fused or work.few else 3) + (2 if fused else 5)
-        return packed_cost(work, hot, fused, gemm, moved, launches)
-
-
-def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, launches: int) -> dict[str, float]:
-    """Return the seconds of a call that packs all but the `hot` most used neurons, by what they go to (Path.cost).
-
-    gemm: seconds of its GEMMs. moved: bytes that are read and written besides x, y and what is packed. launches: their
-    number, without those of the pieces that a fused call is cut into."""
-    firing, tokens, itemsize, rates = work.firing, work.tokens, work.itemsize, work.rates
-    cold, few = firing.d_ff - hot, work.few
-    a_row = math.ceil(cold / TILE) * (WORDS * _WORD_BYTES + 32)  # written whole, read as far as it is used
-    packed = 0 if work.lists else tokens * a_row
-    values = 0 if fused or few else 2 * tokens * cold * itemsize
-    lost = 0.0 if few else firing.lost(hot)  # the kernels for few tokens take any number of entries
-    heavy, entries = firing.heavy(hot) if fused else (0.0, 0.0)
-    pieces = 2 * work.pieces if fused else 0
-    return {
-        "gemm": gemm,
-        "rows": work.rows(firing.frequency[hot:]) * (1 - entries),
-        "memory": (2 * tokens * firing.d_model * itemsize + packed + values + moved) / rates.bandwidth,
-        "launches": (launches + pieces) * rates.launch,
-        "lost": max(lost, heavy) * sum(dense_parts(work)),
-    }
 
 
 def hot_first(counts: Tensor, hot: int) -> Tensor:
