@@ -32,36 +32,6 @@ _MOST_PREPARED = 64  # shapes of x whose calls a layer keeps
 _grad_enabled, _STRIDED = torch.is_grad_enabled, torch.strided
 
 
-class Prepared:
-    """A call of a layer on a GPU, prepared for x of one shape and alignment, with gradients on or off: how it runs, and
-    for which weights."""
-
-    def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, owners: list[nn.Module]) -> None:
-        self.run, self.dtype, self.index = run, x.dtype, x.get_device()
-        self.grad, self.wanted = _grad_enabled(), x.requires_grad
-        # Of each parameter: where it is, itself, its address, its strides, and whether it learns; None without a bias.
-        self.weights: list[tuple] = []
-        for own, name, t in [(m._parameters, *item) for m in owners for item in m._parameters.items()]:
-            lies = (None,) * 3 if t is None else (t.data_ptr(), t.stride(), t.requires_grad)
-            self.weights.append((own, name, t, *lies))
-
-    def holds(self, x: Tensor) -> bool:
-        """Return whether it may run: x has the type, lies on the device, and every weight is where it was."""
-        grad, dtype = self.grad, self.dtype
-        if x.dtype is not dtype or x.get_device() != self.index or not x.is_contiguous():
-            return False
-        if grad and x.requires_grad is not self.wanted:
-            return False
-        for table, name, t, at, strides, wanted in self.weights:
-            if table.get(name) is not t:
-                return False
-            if t is not None and (t.data_ptr() != at or t.stride() != strides or t.dtype is not dtype):
-                return False
-            if grad and t is not None and t.requires_grad is not wanted:
-                return False
-        return True
-
-
 class SparseFFN(nn.Module, StandIn):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
@@ -100,14 +70,14 @@ class SparseFFN(nn.Module, StandIn):
             raise InputError(f"{type(source).__name__} {reason}")
         self.tile, self.words, self._tied = tile, words, frozenset(tied)
         self.parts: FeedForward = layer_of("", source)._replace(both=both)  # no children, as they are in a tuple
-        self.registered = not self.parts.family.inside
+        self._owners, self.registered = self.parts.owners, not self.parts.family.inside
         if self.registered:
             vars(self).update({name: vars(source)[name] for name in _SHARED})
         self.seat: tuple[Any, HandOn, HandOn] | None = None  # inside a block: its activation and its projections
         functional.check_finite(self.weights().named())
         self._know_activation()
         self.forms: dict[str, Any] = {}  # by path (layers.paths.Converted)
-        self._prepared: dict[tuple, Prepared] = {}  # by what `_call` says
+        self._prepared: dict[tuple, Callable[[Tensor], Tensor]] = {}  # calls on a GPU, by what `_call` says
         self.learning: str | None = None
         self.told: list[tuple] | None = None  # where forwards report (layers.terms)
         self.reports = False
@@ -118,7 +88,7 @@ class SparseFFN(nn.Module, StandIn):
         self.register_load_state_dict_post_hook(SparseFFN._renew)
         self.marks = marks_of(source)
         self.follow(plan)
-        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in self.parts.owners]
+        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in self._owners]
 
     @classmethod
     def from_module(
@@ -142,7 +112,7 @@ class SparseFFN(nn.Module, StandIn):
         place = self.parts.family.activation
         acts = part_at(self.source, place)
         put(self.source, place, self)
-        self.seat = acts, *(HandOn(m, self, first) for m, first in zip(self.parts.owners, (True, False)))
+        self.seat = acts, *(HandOn(m, self, first) for m, first in zip(self._owners, (True, False)))
         self.marks = marks_of(self.source)
 
     def feed_forward(self, name: str) -> FeedForward:
@@ -242,14 +212,18 @@ class SparseFFN(nn.Module, StandIn):
         if is_dynamo_compiling():
             return self._traced(x)
         if type(x) is Tensor and plain_eager() and x.is_cuda and x.layout is _STRIDED:
-            known = self._prepared.get(self._call(x))
-            if known is not None and known.holds(x) and is_plain(self):
-                return known.run(x)
+            run = self._prepared.get(self._call(x))
+            if run is not None and x.is_contiguous() and is_plain(self):
+                return run(x)
         return self._forward(x)
 
     def _call(self, x: Tensor) -> tuple:
-        """Return what a prepared call is for, besides the weights."""
-        return x.shape, x.data_ptr() & 15, _grad_enabled(), self.told is None
+        """Return what a prepared call is for: x of one shape, alignment, type and device, with gradients on or off; and
+        each weight where it lies, as it lies."""
+        grad = _grad_enabled()
+        like = x.shape, x.data_ptr() & 15, x.dtype, x.get_device(), grad, grad and x.requires_grad, self.told is None
+        tensors = [t for owner in self._owners for t in owner._parameters.values() if t is not None]
+        return *like, *[(id(t), t.data_ptr(), t.stride(), t.dtype, grad and t.requires_grad) for t in tensors]
 
     def _forward(self, x: Tensor) -> Tensor:
         """`forward`, with nothing taken for granted."""
@@ -268,7 +242,7 @@ class SparseFFN(nn.Module, StandIn):
             if run is not None:
                 if len(self._prepared) >= _MOST_PREPARED:
                     self._prepared.clear()
-                self._prepared[self._call(x)] = Prepared(run, x, self.parts.owners)
+                self._prepared[self._call(x)] = run
         return learn(self, x, weights, path) if learns else path.forward(self, x, weights, hot)
 
     def _is_usual(self, x: Tensor, weights: Weights) -> bool:
