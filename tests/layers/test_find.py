@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
-from tests.layers.models_of import build, logits, sparse_layers
+import twell_lab as tl
+from tests.layers.models_of import build, given, logits, sparse_layers
 from tests.models.swapping.spread import MODELS, spread
 from twell_lab.core import InputError
 from twell_lab.layers.find import examine, feed_forwards, is_plain, survey
@@ -139,6 +140,17 @@ def test_inside_a_block():
     fused = build("Phi-3").model.layers[0].mlp
     fused.gate_up_proj = nn.Linear(16, 81)
     assert "raised" in obstacle(fused)
+
+
+@pytest.mark.parametrize("name, place", [("OPT", "fc1"), ("GPT-2", "c_fc")])
+@torch.no_grad()
+def test_a_block_whose_inputs_have_thresholds_stays_dense(name, place):
+    """What its projections hand on would be cut instead: the layer's output by the threshold of its hidden values."""
+    model = build(name)
+    tl.thresholds(model, [given(model)["input_ids"]], 0.5, method="teal").apply(model)
+    expected, reasons = logits(model), survey(model)[1]
+    assert len(reasons) == 2 and all(f"{place} has hooks" in reason for reason in reasons.values())
+    assert torch.equal(logits(sparsify(model, "twell")), expected)
 
 
 def test_a_dense_relu_of_two_is_known_as_such():

@@ -39,7 +39,7 @@ def layer_of(name: str, module: nn.Module, fires: Callable[[object, bool], bool]
 
 
 def _cut_in(parts: FeedForward) -> Cut | None:
-    return None if parts.family.inside else cut_of(parts.module)  # inside a block projections stay with their hooks
+    return None if parts.family.inside else cut_of(parts.module)  # a block calls its projections, with their hooks
 
 
 def cut_places(parts: FeedForward) -> dict[str, list[nn.Module]]:
@@ -92,8 +92,9 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
     reasons: dict[str, str] = {}
     asked: dict[nn.Module, tuple[str | None, bool]] = {}
     for name, module in candidates(model):
-        family = None if isinstance(module, (Expert, StandIn)) else named_family(module)
-        if not (family or isinstance(module, (Expert, StandIn))) or not selected(only, name, module):
+        swapped = isinstance(module, StandIn)
+        family = None if swapped else named_family(module)
+        if not (family or swapped or isinstance(module, Expert)) or not selected(only, name, module):
             continue
         place, whole = whole_of(name, module)
         if whole not in asked:
@@ -101,7 +102,7 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
             if family and not family.inside and alone:
                 asked[whole] = "is compiled by itself, and would go on as it is; accepted: swap first", False
             else:
-                asked[whole] = (None, False) if isinstance(module, StandIn) else examine(module)
+                asked[whole] = (None, False) if swapped else examine(module)
         reason, both = asked[whole]
         if reason is not None:
             reasons[place] = reason
@@ -140,7 +141,7 @@ def examine(module: nn.Module) -> tuple[str | None, bool]:
 
 def _unreadable(module: nn.Module) -> str | None:
     """Return what can be said of a module without running it."""
-    parts, family = parts_of(module), None if isinstance(module, Expert) else named_family(module)
+    parts, family = parts_of(module), named_family(module)
     for place in family.projections if family else ():
         part = part_at(module, place)
         if not is_projection(part) or part._parameters.get("weight") is None:
@@ -148,7 +149,7 @@ def _unreadable(module: nn.Module) -> str | None:
                 f"{place} is a {class_of(part)}; accepted: a plain torch.nn.Linear, neither quantised nor parametrized "
                 "nor adapted (merge adapters first)"
             )
-        if (reason := _called(part)) is not None:
+        if (reason := _called(part, () if family.inside else ThresholdedInput)) is not None:
             return f"{place} {reason}"
     if parts is None:
         return f"is no feed-forward layer known here; {accepted()}"
@@ -168,7 +169,7 @@ def _unreadable(module: nn.Module) -> str | None:
     if gate != up or down != up[::-1]:
         return f"has weights of shapes {up}, {gate} and {down}; accepted: up and gate [d_ff, d_model], down turned"
     if isinstance(module, Expert):
-        return None if isinstance(vars(module.of).get("forward"), Routed) else _called(module.of, hooks=False)
+        return None if isinstance(vars(module.of).get("forward"), Routed) else _called(module.of, object)
     if parts.family.inside and up[0] == up[1]:
         return "is as wide inside as outside, so that what its parts hand on could not be told apart"
     for place in _above(parts.family.places) | {parts.family.activation} if parts.family.inside else ():
@@ -179,10 +180,10 @@ def _unreadable(module: nn.Module) -> str | None:
     return _moved(module)
 
 
-def _called(part: nn.Module, hooks: bool = True) -> str | None:
-    """Return why a module has to be called; None if nothing is on it but hooks that zero its small inputs."""
-    on = [hook for kind in HOOKS for hook in vars(part)[kind].values()] if hooks else []
-    if any(not isinstance(getattr(hook, "__self__", None), ThresholdedInput) for hook in on):
+def _called(part: nn.Module, allowed: type | tuple = ()) -> str | None:
+    """Return why a module has to be called; None if nothing is on it but hooks that are methods of what is allowed."""
+    on = [hook for kind in HOOKS for hook in vars(part)[kind].values()]
+    if any(not isinstance(getattr(hook, "__self__", None), allowed) for hook in on):
         return "has hooks, so that it has to be called"
     own = vars(part).get("_old_forward" if "_hf_hook" in vars(part) else "forward")
     if own is not None and getattr(own, "__func__", None) is not type(part).forward:
@@ -222,15 +223,9 @@ def is_plain(layer) -> bool:
     """Return whether the parts of a SparseFFN are what they were when it was made (`layer.marks`): the same modules of
     the same classes, without a new hook or forward. Takes about a microsecond."""
     for holder, name, part, kind, forward, before, many, after, backward, before_backward in layer.marks:
-        if (
-            holder.get(name) is not part
-            or type(part) is not kind
-            or part.__dict__.get("forward") is not forward
-            or after
-            or backward
-            or before_backward
-            or len(before) != many
-        ):
+        if holder.get(name) is not part or type(part) is not kind or part.__dict__.get("forward") is not forward:
+            return False
+        if after or backward or before_backward or len(before) != many:
             return False
     return True
 

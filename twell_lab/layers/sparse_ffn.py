@@ -121,8 +121,8 @@ class SparseFFN(nn.Module, StandIn):
         return self.parts._replace(name=place, module=self)
 
     def follow(self, plan: LayerPlan | Choice | None) -> None:
-        """Take the paths of a plan from now on, and rewrite the weights for them. InputError for a plan of another shape,
-        and for a path that does not compute this layer."""
+        """Take the paths of a plan, and rewrite the weights for them. InputError for a plan of another shape, and for a
+        path that does not compute this layer."""
         d_ff, d_model = self.up.weight.shape
         if plan is None:
             plan = DENSE if self.acts is None else Choice()
@@ -157,9 +157,9 @@ class SparseFFN(nn.Module, StandIn):
         if path.cuts and self.kept is None:
             raise InputError(f"path {name!r} {ONLY_CUT}")
         if not path.cuts and self.acts is None and name != DENSE.path:
-            what = self.parts.cut or kind_of(self.parts.acts or torch.relu)
-            others = ", ".join(map(repr, [DENSE.path, *(FOR_CUT if self.kept else ())]))
-            raise InputError(f"path {name!r} does not compute this layer ({what}); accepted: {others}")
+            what, others = self.parts.cut or kind_of(self.parts.acts), (DENSE.path, *(FOR_CUT if self.kept else ()))
+            accepted = ", ".join(map(repr, others))
+            raise InputError(f"path {name!r} does not compute this layer ({what}); accepted: {accepted}")
         try:
             path.fitted(self.weights())
         except TwellError as error:
@@ -211,7 +211,7 @@ class SparseFFN(nn.Module, StandIn):
         """Compute x [..., d_model] -> [..., d_model]."""
         if is_dynamo_compiling():
             return self._traced(x)
-        if type(x) is Tensor and plain_eager() and x.is_cuda and x.layout is _STRIDED:
+        if self._prepared and type(x) is Tensor and plain_eager() and x.is_cuda and x.layout is _STRIDED:
             run = self._prepared.get(self._call(x))
             if run is not None and x.is_contiguous() and is_plain(self):
                 return run(x)
