@@ -221,9 +221,12 @@ class SparseFFN(nn.Module, StandIn):
         """Return what a prepared call is for: x of one shape, alignment, type and device, with gradients on or off; and
         each weight where it lies, as it lies."""
         grad = _grad_enabled()
-        like = x.shape, x.data_ptr() & 15, x.dtype, x.get_device(), grad, grad and x.requires_grad, self.told is None
-        tensors = [t for owner in self._owners for t in owner._parameters.values() if t is not None]
-        return *like, *[(id(t), t.data_ptr(), t.stride(), t.dtype, grad and t.requires_grad) for t in tensors]
+        key = [x.shape, x.data_ptr() & 15, x.dtype, x.get_device(), grad, grad and x.requires_grad, self.told is None]
+        for owner in self._owners:
+            for t in owner._parameters.values():
+                if t is not None:
+                    key += id(t), t.data_ptr(), t.stride(), t.dtype, grad and t.requires_grad
+        return tuple(key)
 
     def _forward(self, x: Tensor) -> Tensor:
         """`forward`, with nothing taken for granted."""

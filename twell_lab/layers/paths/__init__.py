@@ -166,12 +166,10 @@ def hot_first(counts: Tensor, hot: int) -> Tensor:
     counts keep their order."""
     order = counts.argsort(descending=True, stable=True)
     rest = order[hot:]
-    place = torch.arange(rest.numel(), device=rest.device)
-    tile, slot, tiles = place // STEP, place % STEP, -(-rest.numel() // STEP)
-    turn = slot * tiles + torch.where(slot % 2 == 1, tiles - 1 - tile, tile)
-    dealt = torch.empty_like(rest)
-    dealt[turn.argsort()] = rest
-    return torch.cat([order[:hot], dealt])
+    deals = torch.arange(-(-len(rest) // STEP) * STEP, device=rest.device).view(STEP, -1)  # of each slot, by tile
+    deals[1::2] = deals[1::2].flip(1)
+    turns = deals.t().flatten()[: len(rest)].argsort().argsort()  # the last tile may have fewer slots
+    return torch.cat([order[:hot], rest[turns]])
 
 
 class Converted(Path):
