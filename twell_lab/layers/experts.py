@@ -91,11 +91,10 @@ def experts_of(module: nn.Module) -> list[Expert]:
 
 
 def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens [tokens, d_model], and of each its experts and their weights [tokens, top_k]."""
+    """Return the tokens [tokens, d_model], and of each its experts and their weights [tokens, top_k]."""
     if kwargs:
-        args = tuple(inspect.signature(type(module).forward).bind(module, *args, **kwargs).args)[1:]
-    x, chosen, weights = args
-    return x, chosen, weights
+        args = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
+    return args
 
 
 def mixed(x: Tensor, chosen: Tensor, weights: Tensor, experts: int, one) -> Tensor:

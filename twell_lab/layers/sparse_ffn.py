@@ -319,10 +319,11 @@ class SparseFFN(nn.Module, StandIn):
             return down.beneath(self.report(acts(up.beneath(x))))
         if self.registered and self.told is None:
             return self.source.forward(x)
-        alone = not self.registered or isinstance(self.source, Expert)
-        if alone or self._is_plain() and not self.parts.cut:  # compiled code takes no hooks
+        # Compiled code takes no hooks: there a layer that reports is computed by its formula.
+        traced, alone = torch.compiler.is_compiling(), not self.registered or isinstance(self.source, Expert)
+        if alone or traced and self._is_plain() and not self.parts.cut:
             return formula(parts_of(self.source)._replace(both=self.parts.both), x, self.report)
-        if torch.compiler.is_compiling():
+        if traced:
             return self.source.forward(x)
         down = part_at(self.source, self.parts.family.down)
         with down.register_forward_pre_hook(lambda module, args: self.report(args[0])):

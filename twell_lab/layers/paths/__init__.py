@@ -42,7 +42,7 @@ class Path:
 
     def sizes(self, d_ff: int) -> Sequence[int]:
         """Return how many neurons may be hot in a layer of d_ff: empty where the path cannot take it."""
-        return (0,)
+        return range(STEP, d_ff, STEP) if self.splits else (0,)
 
     def helps(self, tokens: int, rates: Rates) -> bool:
         """Return whether so many tokens go another way here than on the dense path, on a device of these rates."""
@@ -91,9 +91,11 @@ class Dense(Path):
         return layer.source.forward if layer.registered else None
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        gemm, values = dense_parts(work)
-        launches = 2 if work.fuses_dense else 5 if work.firing.gated else 3
-        return {"gemm": gemm, "rows": 0.0, "memory": values, "launches": launches * work.rates.launch, "lost": 0.0}
+        firing, tokens, fused = work.firing, work.tokens, work.fuses_dense
+        values = 0 if fused else (5 if firing.gated else 2) * tokens * firing.d_ff * work.itemsize
+        gemm, memory = work.gemm(firing.d_ff, firing.d_model, work.gemms), values / work.rates.bandwidth
+        launches = 2 if fused else 5 if firing.gated else 3
+        return {"gemm": gemm, "rows": 0.0, "memory": memory, "launches": launches * work.rates.launch, "lost": 0.0}
 
 
 def _fuses(layer: nn.Module, x: Tensor, weights: Weights) -> bool:
@@ -112,12 +114,6 @@ def hides_host(x: Tensor) -> bool:
     return x.shape[:-1].numel() >= dispatch.LEAST_HIDDEN
 
 
-def dense_parts(work: Work) -> tuple[float, float]:
-    """Return the seconds of the dense GEMMs, and of relu and multiply over the values between them."""
-    values = 0 if work.fuses_dense else (5 if work.firing.gated else 2) * work.tokens * work.firing.d_ff * work.itemsize
-    return work.gemm(work.firing.d_ff, work.firing.d_model, work.gemms), values / work.rates.bandwidth
-
-
 class Twell(Path):
     """The neurons that fire are packed while the gate's GEMM still holds them, and the rest of the layer is computed
     for these entries alone: each costs one row of `down` transposed, and in a gated layer one of `up`."""
@@ -133,6 +129,7 @@ class Twell(Path):
         values = 0 if fused or few else 2 * tokens * cold * itemsize
         heavy, entries = firing.heavy(hot) if fused else (0.0, 0.0)
         lost = 0.0 if few else firing.lost(hot)  # the kernels for few tokens take any number of entries
+        dense = PATHS["dense"].cost(work)
         gemm, memory = work.gemm(cold, d_model), 2 * tokens * d_model * itemsize + packed + values
         launches = (2 if fused or few else 3) + (2 * work.pieces if fused else 0)
         if hot:
@@ -144,7 +141,7 @@ class Twell(Path):
             "rows": work.rows(firing.frequency[hot:]) * (1 - entries),
             "memory": memory / rates.bandwidth,
             "launches": launches * rates.launch,
-            "lost": max(lost, heavy) * sum(dense_parts(work)),
+            "lost": max(lost, heavy) * (dense["gemm"] + dense["memory"]),
         }
 
 
@@ -155,9 +152,6 @@ class HotCold(Twell):
 
     name = "hot_cold"
     splits = True
-
-    def sizes(self, d_ff: int) -> range:
-        return range(STEP, d_ff, STEP)
 
 
 def hot_first(counts: Tensor, hot: int) -> Tensor:
