@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core import InputError
 from ...formats.twell import TILE, WORDS
 from ...ops import decode, dispatch, down_rows, listed
 
@@ -55,9 +54,7 @@ class Firing:
 
     @classmethod
     def of(cls, layer) -> Firing:
-        """The firing that a LayerProfile counted; InputError where it saw no token."""
-        if not layer.tokens:
-            raise InputError(f"the profile of layer {layer.name!r} saw no token; at least one is needed for a plan")
+        """Return the firing that a LayerProfile counted at one token or more."""
         beyond = (torch.arange(layer.tile_histogram.numel(), device="cpu") - (layer.words - 1)).clamp(min=0)
         excess = (layer.tile_histogram * beyond).sum().item() / layer.tokens
         frequency = (layer.neuron_counts.double() / layer.tokens).sort(descending=True).values
