@@ -185,7 +185,7 @@ class _Weighed:
     @property
     def kind(self) -> tuple:
         layer, found = self.layer, self.found
-        acts = str(kernel_activation(found.acts or torch.relu, layer.gated, found.both, found.up.weight) or found.acts)
+        acts = str(kernel_activation(found) or found.acts)
         bias = [projection.bias is None for projection in (found.up, found.down)]
         own = found.name if any(path.patterned for path in self.paths.values()) else ""  # its zeros are its own
         form = layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, *self.paths
