@@ -225,7 +225,7 @@ class SparseFFN(nn.Module, StandIn):
         for owner in self._owners:
             for t in owner._parameters.values():
                 if t is not None:
-                    key += id(t), t.data_ptr(), t.stride(), t.dtype, grad and t.requires_grad
+                    key += id(t), t.data_ptr(), t.shape, t.stride(), t.dtype, grad and t.requires_grad
         return tuple(key)
 
     def _forward(self, x: Tensor) -> Tensor:
