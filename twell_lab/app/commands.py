@@ -183,28 +183,21 @@ def record(
     name: Annotated[str | None, "without a name, the names are listed"] = None,
     *,
     out: Annotated[Path | None, "where the record goes [data/records of a checkout, else the working folder]"] = None,
-    seed: Annotated[int | None, "for attack only: draw other cases"] = None,
-    seconds: Annotated[float | None, "for attack, and recordings of large tables: how long at most"] = None,
     rivals: Annotated[Path | None, "for arena only: files NAME.py with what is timed beside; these are run"] = None,
 ) -> Answer:
     """Make one of the recordings that the course's figures come from."""
-    from .recordings import RECORDINGS, make, options_of
+    from .recordings import RECORDINGS, make
 
     names = sorted(RECORDINGS)
     if name is None:
         return Answer(names, "\n".join(names))
     if name not in names:
         raise InputError(f"there is no recording {name!r:.200}; accepted: {', '.join(names)}")
-    if (seed or 0) < 0 or seconds is not None and not 0 < seconds < float("inf"):
-        raise InputError(f"--seed is {seed} and --seconds {seconds}; accepted: 0 or more, and more than 0")
-    given = {"seed": seed, "seconds": seconds, "rivals": rivals}
-    asked = {key: value for key, value in given.items() if value is not None}
-    for key in asked.keys() - options_of(name):
-        takers = ", ".join(name for name in names if key in options_of(name))
-        raise InputError(f"{name} takes no --{key}; accepted: with {takers}")
+    if rivals is not None and name != "arena":
+        raise InputError(f"{name} takes no --rivals; accepted: with arena")
     folder = out or core.new_records_dir()
     check_folder(folder)
-    made, path = make(name, folder, **asked)
+    made, path = make(name, folder, *([rivals] if rivals else []))
     return Answer(made.to_json(), f"{made}\nrecord: saved {path}")
 
 

@@ -17,20 +17,22 @@ import jinja2
 
 from .. import records
 from ..course.sentence import web
-from ..plots import decode, layer_names, percentiles, series, share
-from .charts import Axis, Line, chart
-from .terminal import Ratio, said_fast, verdict
+from ..plots import decode, layer_names, percentiles, share
+from .charts import Axis, chart
+from .terminal import said_fast, verdict
 
 WITHOUT, WITH = "without L1", "with L1"  # the two trainings in a tour's record
 FORMATS = ("dense", "CSR", "ELL", "TwELL")
 _ALIKE = ("label", "device", "dtype", "tokens", "nnz")
 _FIRING, _SHORT = "neurons firing for a token, %", "{:.3g}".format
+_FIRE = (8, 29, 60, 120, 300)  # of the neurons of a drawn layer, about
 _TIMES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 
 
 def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> str:
     """Return the page of a tour's record as HTML text. recorded: records to show a part of beside it (`comparable`)."""
-    tour, (own, large) = record.notes["tour"], split_rows(record.rows)
+    tour, own = record.notes["tour"], [row for row in record.rows if row.get("label")]
+    large = [row for row in record.rows if not row.get("label")]
     layers, packed = tour["profile"]["layers"], tour["packing"]["layers"]
     names = layer_names([layer["layer"] for layer in layers])
     densities = {name: layer["density"] for name, layer in zip(names, layers, strict=True)}
@@ -48,7 +50,7 @@ def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> s
     )
     pages.filters.update(number=format, share=share, json=json.dumps)
     functions = see_speed, see_recorded, draw_training, draw_frequency, draw_speeds, tile_cells, said_fast
-    pages.globals.update({made.__name__: made for made in functions})
+    pages.globals |= {made.__name__: made for made in functions}
     return pages.get_template("page.html.jinja").render(
         record=record,
         tour=tour,
@@ -73,11 +75,6 @@ def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> s
     )
 
 
-def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """Return a tour's timings: (rows of the trained model's own layers, rows of the large layer)."""
-    return [row for row in rows if row.get("label")], [row for row in rows if not row.get("label")]
-
-
 def comparable(recorded: Iterable[records.Record]) -> list[dict]:
     """Return the recorded times to draw beside those of the tour's large layer: of the newest record of inference that
     is current, plain calls on a GPU of a gated layer of 2,048 x 5,632, planned and dense."""
@@ -92,36 +89,39 @@ def comparable(recorded: Iterable[records.Record]) -> list[dict]:
 
 
 def draw_training(runs: dict) -> list[dict]:
-    """Draw loss, and firing, against steps: each run's line on held-out text, and a faint one on what it trained on."""
-    losses, firing, read = [], [], []
-    for i, (label, run) in enumerate(runs.items()):
+    """Draw loss on held-out text, and firing, against steps: a line for each run."""
+    losses, firing = {}, {}
+    for label, run in runs.items():
         history, width = run["history"], run["config"]["d_ff"]
-        seen = [(row["step"], row["val_bits_per_byte"]) for row in history if row.get("val_bits_per_byte") is not None]
-        trained_on = [(row["step"], row["ce"] / math.log(2)) for row in history]
-        losses.append(Line(label, seen))
-        read.append(Line(f"{label}, on the text it trains on", trained_on, behind=i))
-        firing.append(Line(label, [(row["step"], 100 * row["nnz"] / width) for row in history]))
+        seen = [(row["step"], row.get("val_bits_per_byte")) for row in history]
+        losses[label] = [point for point in seen if point[1] is not None]
+        firing[label] = [(row["step"], 100 * row["nnz"] / width) for row in history]
     step, loss, fires = Axis("training step"), Axis("bits per byte", show=_SHORT), Axis(_FIRING, show=_SHORT)
-    return [chart("Loss on held-out text", losses + read, step, loss), chart("Firing", firing, step, fires)]
+    return [chart("Loss on held-out text", losses, step, loss), chart("Firing", firing, step, fires)]
 
 
 def draw_frequency(name: str, frequency: list[float]) -> dict | None:
     """Draw on which share of the tokens each neuron of a layer fires, most used first; None if none does."""
     alive = [(place, 100 * value) for place, value in enumerate(frequency, start=1) if value > 0]
     up = Axis("tokens it fires for, % (each line 10 times the one below)", log=True, show=_SHORT)
-    line = Line(f"{len(alive):,} of {len(frequency):,} neurons", alive)
     title = f"How often each neuron of {name} fires"
-    return chart(title, [line], Axis("neuron, most used first"), up) if alive else None
+    return chart(title, {"neurons": alive}, Axis("neuron, most used first"), up) if alive else None
 
 
 def draw_speeds(title: str, rows: list[dict]) -> dict | None:
-    """Draw times as fast as torch's eager dense layer, over tokens; None if nothing was timed."""
-    drawn = [
-        Line(name.removeprefix(": "), sorted({row["tokens"]: row["x_dense"] for row in points}.items()))
-        for name, points in series(rows, "").items()
-    ]
-    across = Axis("tokens at once", log=True, ticks=sorted({x for line in drawn for x, _ in line.points}))
+    """Draw times as fast as torch's eager dense layer, over tokens, a line for each layer, dtype, path and number of
+    neurons that fire; None if nothing was timed."""
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.get("x_dense") is not None and not row["path"].startswith("dense eager"):
+            # A drawn layer has its number only roughly.
+            known = row.get("nnz") and not row.get("label") and is_sparse(row)
+            fire = f"{min(_FIRE, key=lambda nnz: abs(nnz - row['nnz']))} firing" if known else ""
+            name = ", ".join(filter(None, (row.get("label"), row["dtype"], row["path"], fire)))
+            lines.setdefault(name, {})[row["tokens"]] = row["x_dense"]
+    across = Axis("tokens at once", log=True, ticks=sorted({tokens for line in lines.values() for tokens in line}))
     up = Axis("times as fast as torch's dense layer (at 1x)", log=True, ticks=_TIMES, show="{:.3g}x".format)
+    drawn = {name: sorted(line.items()) for name, line in lines.items()}
     return chart(title, drawn, across, up, level=1.0) if drawn else None
 
 
@@ -161,11 +161,11 @@ def see_speed(rows: list[dict]) -> str:
     spread of the samples."""
     ratios = []
     for row in filter(is_sparse, rows):
-        alike = [other for other in rows if all(other.get(key) == row.get(key) for key in _ALIKE)]
-        dense = [other for other in alike if other["path"].startswith("dense eager") and _how(other) == _how(row)]
+        dense = [other for other in rows if other["path"].startswith("dense eager") and _how(other) == _how(row)]
+        dense = [other for other in dense if all(other.get(key) == row.get(key) for key in _ALIKE)]
         half = sum(timed.get("spread") or 0 for timed in [row, *dense[:1]]) / 2
         low, high = ((row["dense_ms"] + change) / row["ms"] for change in (-half, half))
-        ratios.append(Ratio(row["x_dense"], low, high, _at(row)))
+        ratios.append((row["x_dense"], low, high, _at(row)))
     points = f"{len(ratios)} point{'s' * (len(ratios) > 1)}"
     said = f"Of {points} the sparse layer was, beside torch's dense one, {verdict(ratios)}."
     return said if ratios else "No sparse path was timed."

@@ -75,25 +75,17 @@ def write(text: str) -> None:
 # ---- sentences ----
 
 
-class Ratio(NamedTuple):
-    """How many times as fast as dense something is, between which bounds its samples lie, and what it is."""
-
-    times: float
-    low: float
-    high: float
-    what: str
-
-
-def verdict(ratios: list[Ratio]) -> str:
+def verdict(ratios: list[tuple[float, float, float, str]]) -> str:
     """Return at how many of these the sparse way is faster, and at how many slower, with the best and the worst of
-    them. Where the bounds lie on both sides of 1 it is neither."""
-    faster = [ratio for ratio in ratios if min(ratio.times, ratio.low) > 1]
-    slower = [ratio for ratio in ratios if max(ratio.times, ratio.high) < 1]
-    said = [
-        f"{word} at {len(some)} (at {which} {one.times:.2f} times as fast: {one.what})"
-        for word, which, some, pick in (("faster", "best", faster, max), ("slower", "worst", slower, min))
-        for one in ([pick(some)] if some else [])
-    ]
+    them. ratios: how many times as fast as dense, between which bounds the samples lie, and what it is; where the
+    bounds lie on both sides of 1 it is neither."""
+    faster = [ratio for ratio in ratios if min(ratio[0], ratio[1]) > 1]
+    slower = [ratio for ratio in ratios if max(ratio[0], ratio[2]) < 1]
+    said = []
+    for word, which, some, pick in (("faster", "best", faster, max), ("slower", "worst", slower, min)):
+        if some:
+            times, _, _, what = pick(some)
+            said.append(f"{word} at {len(some)} (at {which} {times:.2f} times as fast: {what})")
     if rest := len(ratios) - len(faster) - len(slower):
         said.append(f"neither at {rest}, where the difference lies within the spread of the samples")
     return ", ".join(said)

@@ -109,8 +109,9 @@ def spread(windows: Tensor, tokens: int) -> Tensor:
 
 def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
     """Pack what the gate of each layer gives on these windows in bfloat16, as that of an LLM would be, check that, and
-    count the bytes of each format. Returns {tokens, dtype, layers: dicts}, and one tile as `plots.tile_of` does."""
-    layers, nearest, shown = [], sys.maxsize, {}
+    count the bytes of each format. Returns {tokens, dtype, layers: dicts}, and as `plots.tile_of` one of the fuller
+    tiles of the first layer."""
+    layers, shown = [], {}
     for layer in feed_forwards(sparse.model):
         gate = activations(sparse.model, windows, layer.name)[1].to(torch.bfloat16)
         packed = functional.pack(gate)
@@ -118,26 +119,13 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
         dense, counts, slots = reference.relu(gate), packed.counts, packed.slots
         sizes = {"dense": dense.nbytes, "CSR": classic.CSR.from_dense(dense).nbytes}
         sizes |= {"ELL": classic.ELL.from_dense(dense).nbytes, "TwELL": packed.nbytes}
-        layers.append(
-            {
-                "layer": layer.name,
-                "tokens": gate.shape[0],
-                "d_ff": gate.shape[1],
-                "tile": packed.tile,
-                "words": packed.words,
-                "nnz": packed.nnz,
-                "slots": counts.numel() * slots,
-                "slots_used": int(counts.clamp(max=slots).sum()),
-                "overflow_rows": packed.overflow_rows.numel(),
-                "tail": packed.tail_value.numel(),
-                "bytes": sizes,
-            }
-        )
-        # The tile to show: the first, in all layers, of those closest to having a third of their slots filled.
-        distance, best = (int(value) for value in (counts - slots // 3).abs().flatten().min(0))
-        if distance < nearest:
-            nearest = distance
-            shown = {"layer": layer.name, **tile_of(packed, *divmod(best, counts.shape[1]))}
+        said = {"layer": layer.name, "tokens": gate.shape[0], "d_ff": gate.shape[1], "nnz": packed.nnz, "bytes": sizes}
+        said |= {"tile": packed.tile, "words": packed.words, "slots": counts.numel() * slots}
+        said |= {"slots_used": int(counts.clamp(max=slots).sum()), "tail": packed.tail_value.numel()}
+        layers.append(said | {"overflow_rows": packed.overflow_rows.numel()})
+        if not shown:
+            fuller = int(counts.flatten().argsort()[int(0.9 * counts.numel())])
+            shown = {"layer": layer.name, **tile_of(packed, *divmod(fuller, counts.shape[1]))}
     return {"tokens": layers[0]["tokens"], "dtype": "bfloat16", "layers": layers}, shown
 
 
@@ -187,10 +175,10 @@ def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfi
     prompt, model = windows[len(windows) // 2], runs[WITH].model
     prompt = prompt[: len(prompt) // 2]
     said = {label: speak(result.model, prompt, tokens, how)[0] for label, result in runs.items()}
-    shown = {label: BYTES.decode(ids).decode("utf-8", "replace") for label, ids in (said | {"prompt": prompt}).items()}
     swapped, rows = planned(model, torch.cat([prompt, said[WITH]]).to(model.head.weight.device), firing)
+    start, *shown = (BYTES.decode(ids).decode("utf-8", "replace") for ids in (prompt, *said.values()))
     speeds = in_turn(swapped, model, prompt, tokens, how, rounds)
-    return {"prompt": shown.pop("prompt"), "said": shown, **how, **speeds, "layers": rows}
+    return {"prompt": start, "said": dict(zip(said, shown, strict=True)), **how, **speeds, "layers": rows}
 
 
 def _for_this_machine() -> dict:

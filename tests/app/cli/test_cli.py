@@ -132,7 +132,6 @@ def here(tmp_path_factory):
         (["tour", "--quick", "--text", "text.txt"], "--out", PLACES),
         (["prepare", "text.txt", "--out", "prepared"], "--tokenizer", [*PLACES, "empty", "folder"]),
         (["record", "cpu"], "--out", PLACES),
-        (["record", "attack"], "--seed --seconds", ["-1", "nan", "x", ""]),
         (["records"], "--folder", [*PLACES, "empty"]),
         (["sample", "model"], "--temperature --device", ["nan", "nonsense"]),
         (["sample", "model"], "--prompt --top-k", ["", "0"]),
