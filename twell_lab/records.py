@@ -32,7 +32,7 @@ FLAT_KEYS = tuple((_FLAT + "dense_wall_ms host_us date commit stale").split())
 COLUMNS = {key: key for key in "device dtype tokens d_model d_ff nnz path ms spread x_dense wall_ms".split()}
 COLUMNS |= {"nnz": "mean nnz", "x_dense": "x dense", "wall_ms": "wall ms"}
 WIDTH = 80  # columns that a printed table tries to fit
-# Of a measurement: its names and its numbers; all but the needed ones may be missing.
+# What a measurement may say: names, and numbers; all but the needed ones may be missing.
 _NAMES, _NEEDED = ("kind", "device", "path", "dtype", "workload"), ("kind", "device", "path", "ms")
 _NUMBERS = "ms tokens d_model d_ff nnz dense_ms x_dense spread wall_ms dense_wall_ms host_us error layer_error loss"
 
@@ -69,14 +69,15 @@ class Record:
         for i, row in enumerate(self.rows):
             check(f"rows[{i}]", row, isinstance(row, dict), "an object")
             for key in (*_NAMES, *_NUMBERS.split()) if "kind" in row else ():
-                value, name = row.get(key), f"rows[{i}].{key}"
+                value = row.get(key)
                 if value is None and key not in _NEEDED:
                     continue
                 if key in _NAMES:
-                    check(name, value, isinstance(value, str) and value != "", "a name")
+                    check(f"rows[{i}].{key}", value, isinstance(value, str) and value != "", "a name")
                 else:
                     number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < WHOLE
-                    check(name, value, number and (key != "ms" or value > 0), "a finite number, of ms above 0")
+                    number = number and (key != "ms" or value > 0)
+                    check(f"rows[{i}].{key}", value, number, "a finite number, of ms above 0")
 
     def __str__(self) -> str:
         measured = [row for row in self.rows if "kind" in row]
@@ -193,15 +194,13 @@ def source_commit() -> tuple[str | None, bool | None]:
 
 def load(path: str | Path) -> Record:
     """Read one record. RecordError names the file, and the field that is missing, unknown or not as it may be."""
-    path, names = Path(path), [entry.name for entry in fields(Record)]
-    data = _read_object(path)
-    data.pop("kernel_hash", None)  # of before a record had a hash of each kernel
+    data, names = _read_object(Path(path)), [entry.name for entry in fields(Record)]
     try:
         if wrong := sorted({*names} ^ data.keys()):
             raise RecordError(f"{wrong[0]} is missing, or unknown; a record has {', '.join(names)}")
         return Record(**data)
     except RecordError as error:
-        raise RecordError(f"{path.name}: {error}") from None
+        raise RecordError(f"{Path(path).name}: {error}") from None
 
 
 def load_all(folder: str | Path | None = None) -> list[Record]:
@@ -238,13 +237,14 @@ def flat_rows(records: list[Record]) -> list[dict]:
     return flat
 
 
-def table(rows: list[dict], columns: dict[str, str]) -> str:
+def table(rows: list[dict], columns: dict[str, str] | None = None) -> str:
     """Return rows as lines of aligned text: numbers flush right, floats with four digits, None as a dash. What would be
     wider than WIDTH says once, above the table, what all rows have in common; then headings and the widest text wrap.
 
-    columns: the headings, in their order, by the key in a row; one that no row has is left out."""
-    said = [key for key in columns if any(row.get(key) is not None for row in rows)]
-    cells = {key: [_shown(row.get(key)) for row in rows] for key in said}
+    columns: the headings, in their order, by the key in a row; by default the keys. One that no row has is left out."""
+    columns = columns or {key: key for key in rows[0]}
+    cells = {key: [_shown(row.get(key)) for row in rows] for key in columns}
+    cells = {key: texts for key, texts in cells.items() if {*texts} != {"-"}}
     numeric = {key for key in cells if any(isinstance(row.get(key), (int, float)) for row in rows)}
     widths = {key: max(map(len, [columns[key], *cells[key]])) for key in cells}
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from .. import records
 from ..core import InputError, check_folder
-from .model_commands import model_and_windows, placed
-from .options import PATHS, Device, Model, OwnDtype, Text
+from .model_commands import PATHS, Device, Model, OwnDtype, Text, model_and_windows, placed
 from .terminal import Answer, verdict
 
 if TYPE_CHECKING:

@@ -60,20 +60,20 @@ def train(
     asked = {**(presets.of(config) if config is not None else {}), **fields}
     if asked.get("activation") == "relu2" and resume is None and "from_" not in asked:
         asked.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
-    where = out or resume
-    if asked.get("checkpoint_every") and not where:
-        every = asked["checkpoint_every"]
-        raise InputError(f"--checkpoint-every is {every} without --out; accepted: with --out, for the checkpoints")
+    if asked.get("checkpoint_every") and not (out or resume):
+        raise InputError(
+            f"--checkpoint-every is {asked['checkpoint_every']}; accepted: with --out, for the checkpoints"
+        )
     told = checkpoint.config_of(resume, **asked) if resume else TrainConfig(**asked)
     result = loop.train(told, out=out, resume=resume)
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
         return None
     layers = enumerate(zip(result.density, result.dead, strict=True))
     rows = [{"layer": number, "density": share, "dead neurons": dead} for number, (share, dead) in layers]
-    nnz = f"mean nnz {result.mean_nnz:.1f} of {result.config.d_ff}, {result.seconds:.0f} s"
-    said = f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out text, {nnz}"
-    said += f"; the model is in {where}" if where else ""
-    return Answer(result.summary(), f"{records.table(rows, {key: key for key in rows[0]})}\n{said}")
+    said = f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out text, "
+    said += f"mean nnz {result.mean_nnz:.1f} of {result.config.d_ff}, {result.seconds:.0f} s"
+    said += f"; the model is in {out or resume}" if out or resume else ""
+    return Answer(result.summary(), f"{records.table(rows)}\n{said}")
 
 
 def prepare(
@@ -92,8 +92,8 @@ def prepare(
     training, validation = (len(part.tokens) for part in read.split())
     said = (
         f"prepare: {read.size:,} bytes of {read.name} as {len(read.tokens):,} {read.tokenizer.unit}, {validation:,} of "
+        f"them held out; twell-lab train --text {shlex.quote(str(out))} reads them"
     )
-    said += f"them held out; twell-lab train --text {shlex.quote(str(out))} reads them"
     return Answer({**read.describe(), "training_tokens": training, "validation_tokens": validation}, said)
 
 
@@ -165,10 +165,9 @@ def submit(
     lines = [f"submit: {line}" for line in (judged.said, judged.on_gpu) if line]
     if judged.record is None:
         return Answer({"medal": None, "said": judged.judged.said}, "\n".join(lines), status=1)
-    saved = judged.record.save(out)
     columns = {key: key for key in ("path", "ms", "spread", "device", "tokens")}
     lines += [records.table(judged.rows, columns)] if judged.rows else []
-    return Answer(judged.record.to_json(), "\n".join([*lines, f"submit: saved {saved}"]))
+    return Answer(judged.record.to_json(), "\n".join([*lines, f"submit: saved {judged.record.save(out)}"]))
 
 
 def grade(folders: Annotated[Sequence[Path], "in which a reader worked on the notebooks, who has its name"]) -> Answer:
@@ -176,7 +175,7 @@ def grade(folders: Annotated[Sequence[Path], "in which a reader worked on the no
     from ..course import progress
 
     rows = progress.grades(folders)
-    return Answer(rows, records.table(rows, {key: key for key in rows[0]}))
+    return Answer(rows, records.table(rows))
 
 
 def record(
@@ -220,21 +219,20 @@ def list_records(
     recorded = sorted(records.load_all(folder), key=lambda record: record.name)
     if kind is None:
         rows = [_summary(record) for record in recorded]
-        columns = {key: key for key in ("kind", "device", "date", "rows", "state")}
-        said = f"{records.table(rows, columns)}\ntwell-lab records KIND lists the rows of one"
-        return Answer(rows, said if rows else "records: none in this folder yet; on a GPU, twell-lab record makes them")
+        said = "records: none in this folder yet; on a GPU, twell-lab record makes them"
+        return Answer(rows, f"{records.table(rows)}\ntwell-lab records KIND lists the rows of one" if rows else said)
     chosen = [record for record in recorded if record.name == kind]
     if not chosen:
         kinds = ", ".join(dict.fromkeys(record.name for record in recorded))
         raise InputError(f"there is no record {kind!r:.200}; accepted: {kinds}")
     rows = records.flat_rows(chosen) or [{"record": record.name, **row} for record in chosen for row in record.rows]
-    return Answer(rows, "", quoted="\n\n".join(map(str, chosen)))
+    return Answer(rows, "\n\n".join(map(str, chosen)))
 
 
 def _summary(record: records.Record) -> dict:
     devices = {row["device"] for row in record.rows if isinstance(row.get("device"), str)}
     devices = devices or {gpu["name"] for gpu in record.machine.get("gpus") or ()} or {"CPU"}
-    part = ", cut off" if "unfinished" in record.notes else ", in part" if "left_out" in record.notes else ""
-    state = ("stale" if records.stale(record) else "current") + part
+    state = "stale" if records.stale(record) else "current"
+    state += ", cut off" if "unfinished" in record.notes else ", in part" if "left_out" in record.notes else ""
     said = {"kind": record.name, "device": ", ".join(sorted(devices)), "date": record.date[:10]}
     return said | {"rows": len(record.rows), "state": state}

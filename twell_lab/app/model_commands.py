@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..core import InputError, StackError, check_folder, check_target, optional, write_atomically
-from .options import PATHS, Device, Model, OwnDtype, Text
 from .terminal import Answer, said_fast
 
 if TYPE_CHECKING:
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
     from ..analysis.profile import FiringProfile
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+PATHS = "twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8"
+Model = Annotated[str, "a folder of twell-lab train's or of transformers', or a name on the Hub"]
+Text = Annotated[str | None, "read whole, or what training held out of it [as much of Python's standard library]"]
+Device = Annotated[str | None, "cpu, cuda, cuda:1 [a GPU where there is one]"]
+OwnDtype = Annotated[Dtype | None, "[bfloat16 on a GPU, float16 on one older than sm_80, else float32]"]
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -99,12 +105,10 @@ def sample(
     place = present_device(device)
     dense, tokenizer, own = opened(model)
     dense = dense.to(place).eval().requires_grad_(False)
-    if not prompt:
-        raise InputError("--prompt is empty; accepted: at least one character")
-    if not own and prompt != prompt.encode("utf-8", "ignore").decode():
-        raise InputError(f"--prompt is {prompt!r:.80}, which is not UTF-8; accepted: text, by this model's tokenizer")
+    if not prompt or prompt != prompt.encode("utf-8", "ignore").decode():
+        raise InputError(f"--prompt is {prompt!r:.80}; accepted: a text of one character or more")
     if own:
-        ids = tokenizer.encode(torch.tensor([*prompt.encode("utf-8", "surrogateescape")], dtype=torch.uint8)).long()
+        ids = tokenizer.encode(torch.tensor([*prompt.encode()], dtype=torch.uint8)).long()
     else:
         ids = tokenizer(prompt, return_tensors="pt").input_ids[0]
     if seed is None and temperature:  # the answer names it, so that the text can be had again
@@ -119,15 +123,15 @@ def sample(
         before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *said]))
         text = whole.removeprefix(before)
     value = {"prompt": prompt, "text": text, "tokens": said.tolist(), **how, "tokens_per_s": speed}
-    fast, lines = f", {speed:,.0f} a second", []
+    fast, lines = f", {speed:,.0f} a second", [textwrap.indent(prompt + text, "  "), ""]
     if sparse:
         swapped, rows = planned(dense, torch.cat([ids, said]).to(place))
         value |= in_turn(swapped, dense, ids, tokens, how) | {"layers": rows}
-        lines = [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
+        lines += [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
         fast = f"; {said_fast(value)}"
     drawn = f" with seed {seed}" if temperature else ""
     lines.append(f"sample: {len(said):,} {tokenizer.unit if own else 'tokens'}{drawn}{fast}")
-    return Answer(value, "\n".join(lines), quoted=f"{prompt}{text}\n\n")
+    return Answer(value, "\n".join(lines))
 
 
 def speak(model: nn.Module, prompt: Tensor, tokens: int, how: dict) -> tuple[Tensor, float]:
@@ -188,9 +192,9 @@ def profile(
 
     for place in filter(None, (out, html, plot)):  # before the work
         check_target(place)
-    if plot is not None and plot.suffix not in _PICTURES:
-        raise InputError(f"--plot is {str(plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")
     if plot is not None:
+        if plot.suffix not in _PICTURES:
+            raise InputError(f"--plot is {str(plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")
         optional("kaleido", "--plot")
     other = None if against is None else FiringProfile.load(against)  # refused before the work
     loaded, part, read = model_and_windows(model, text, windows)
@@ -199,17 +203,16 @@ def profile(
     if out is not None:
         firing.save(out)
     _draw(firing, html, plot)
-    said = verdict(firing)
     value = {
         "tokens": firing.tokens,
         "of": part.name,
         "layers": firing.table(),
         "by_position": firing.by_position(),
         "by_token": firing.by_token(),
-        "verdict": said,
-        "against": None if compared is None else {"layers": compared.rows, "verdict": compared.verdict},
+        "verdict": verdict(firing),
+        "against": compared and {"layers": compared.rows, "verdict": compared.verdict},
     }
-    lines = [str(firing), f"profile: {firing.tokens:,} tokens of {part.name}", said]
+    lines = [str(firing), f"profile: {firing.tokens:,} tokens of {part.name}", value["verdict"]]
     lines += [] if compared is None else [f"\nbeside {against}", str(compared)]
     lines += [f"profile: saved {place}" for place in filter(None, (out, html, plot))]
     return Answer(value, "\n".join(lines))

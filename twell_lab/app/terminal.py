@@ -9,31 +9,31 @@ import textwrap
 import warnings
 from contextlib import suppress
 from io import TextIOWrapper
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core import InputError, finite
+from ..core import InputError
 from ..records import WIDTH
 
 _PACKAGE, _format_of_others = Path(__file__).resolve().parents[1], warnings.formatwarning
 
 
 class Answer(NamedTuple):
-    """The result of a command: `value` for --json (a str is JSON text already), `text` for people, the exit status, and
-    what stands before the text as it is."""
+    """The result of a command: `value` for --json (a str is JSON text already), `text` for people, the exit status."""
 
     value: object
     text: str
     status: int = 0
-    quoted: str = ""
 
     def say(self, json: bool) -> None:
-        """Print the value as JSON; or the text, its long lines folded but those that begin with a space, which may be
-        code. A line break ends it."""
-        value = self.value if isinstance(self.value, str) else dumps(finite(self.value), indent=1)
-        text = "\n".join(line if line[:1].isspace() else folded(line) for line in self.text.split("\n"))
-        write((value if json else self.quoted + text).removesuffix("\n") + "\n")
+        """Print the value as JSON; or the text, its long lines folded but those with two spaces in a row, which are of
+        a table, or code. A line break ends it."""
+        value = self.value
+        if not isinstance(value, str):  # JSON has no NaN and no infinities
+            value = dumps(loads(dumps(value), parse_constant=lambda _: None), indent=1)
+        text = "\n".join(line if "  " in line else folded(line) for line in self.text.split("\n"))
+        write((value if json else text).removesuffix("\n") + "\n")
 
 
 def folded(line: str, indent: str = "  ") -> str:

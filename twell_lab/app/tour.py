@@ -35,7 +35,7 @@ _QUICK: dict = dict(d_model=64, d_ff=256, heads=2, layers=2, context=32, steps=1
 _QUICK |= dict(log_every=2, eval_every=6, eval_windows=16)
 _DURATION = "about three minutes on two CPU cores, one with a GPU; --quick takes half a minute and says nothing"
 _STEPS = 8
-_TIMED = ("label", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms", "x_dense")
+_TIMED = ("layer", "tokens", "dtype", "path", "nnz", "ms", "spread", "x_dense")
 _PACKED_TOKENS = 2048  # enough for three digits of a share, and packed within seconds on a CPU
 
 
@@ -51,7 +51,8 @@ def run(text: str | None, out: Path, quick: bool) -> records.Record:
         print(f"[{len(began)}/{_STEPS}] {what}", file=sys.stderr, flush=True)
 
     print(f"tour: {_DURATION}", file=sys.stderr)
-    config = replace(TOUR, **(_QUICK if quick else _for_this_machine()), text=words)
+    steps = TOUR.steps if torch.cuda.is_available() else TOUR.steps // 2  # about half a minute on two cores
+    config = replace(TOUR, text=words, **(_QUICK if quick else {"steps": steps}))
     step("train without L1", f"training on {words.name} ({words.size / 1e6:.1f} MB)")
     runs = {WITHOUT: train(replace(config, l1=0.0))}
     step("train with L1", f"training the same model with an L1 penalty of {config.l1:g}")
@@ -90,15 +91,15 @@ def run(text: str | None, out: Path, quick: bool) -> records.Record:
 
 
 def summary(record: records.Record) -> str:
-    """Return what a tour found, as plain text: the text it read, the two trainings, and the timings."""
+    """Return what a tour found, as plain text: the text it read, the two trainings, the timings, and the speech."""
     tour = record.notes["tour"]
     lines = ["text: {name}, {size:,} bytes, sha256 {sha256}".format(**tour["text"])]
     for label, run in tour["runs"].items():
         fire = f"{run['mean_nnz']:.1f} of {run['config']['d_ff']} neurons fire for a token"
         lines.append(f"trained {label}: {run['validation_bits_per_byte']:.3f} bits per byte of held-out text; {fire}")
-    timed = [{**row, "label": row.get("label") or "LLM size"} for row in record.rows if page.is_sparse(row)]
-    lines.append(records.table(timed, {key: key.replace("_", " ") for key in _TIMED} | {"label": "layer"}))
-    lines.append(f"spoken by the model with L1: {said_fast(tour['texts'])}")
+    timed = [row | {"layer": row.get("label") or "LLM size"} for row in record.rows if page.is_sparse(row)]
+    columns = {key: records.COLUMNS.get(key, key) for key in _TIMED}
+    lines += [records.table(timed, columns), f"spoken by the model with L1: {said_fast(tour['texts'])}"]
     return "\n\n".join([*lines, *["A quick tour: its figures say nothing."] * tour["quick"]])
 
 
@@ -179,13 +180,3 @@ def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfi
     start, *shown = (BYTES.decode(ids).decode("utf-8", "replace") for ids in (prompt, *said.values()))
     speeds = in_turn(swapped, model, prompt, tokens, how, rounds)
     return {"prompt": start, "said": dict(zip(said, shown, strict=True)), **how, **speeds, "layers": rows}
-
-
-def _for_this_machine() -> dict:
-    """Return with which changes of the config this machine trains within about half a minute: in bfloat16 where a CPU
-    has instructions for it, which is two to three times as fast, otherwise in half the steps."""
-    if present_device(None).type == "cuda":
-        return {}
-    if any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")):
-        return {"dtype": "bfloat16"}
-    return {"steps": TOUR.steps // 2}

@@ -15,7 +15,6 @@ import torch
 from tests.app.conftest import ROOT
 from twell_lab import formats, records
 from twell_lab.app import page, tour
-from twell_lab.app.charts import Axis, chart
 from twell_lab.app.terminal import said_fast, verdict
 from twell_lab.core import TwellError
 from twell_lab.plots import share
@@ -177,7 +176,7 @@ def places(drawn: dict) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("log", [False, True])
 def test_equal_steps_or_ratios_have_equal_distances(log):
     points = [(1, 1), (8, 10), (64, 100)] if log else [(0, 0), (5, 10), (10, 20)]
-    drawn = chart("t", {"a": points}, Axis("tokens", log=log), Axis("ms", log=log))
+    drawn = page.chart("t", {"a": points}, page.Axis("tokens", log=log), page.Axis("ms", log=log))
     (left, low), (middle, half), (right, top) = places(drawn)  # an SVG counts downwards
     assert middle - left == pytest.approx(right - middle, abs=0.2) and right > left
     assert low - half == pytest.approx(half - top, abs=0.2) and low > top
@@ -186,7 +185,7 @@ def test_equal_steps_or_ratios_have_equal_distances(log):
 
 @pytest.mark.parametrize("log", [False, True])
 def test_one_point_alone_has_a_place_and_a_mark(log):
-    drawn = chart("t", {"a": [(3, 7)]}, Axis("step", log=log), Axis("loss", log=log))
+    drawn = page.chart("t", {"a": [(3, 7)]}, page.Axis("step", log=log), page.Axis("loss", log=log))
     assert len(places(drawn)) == len(drawn["lines"][0]["marked"]) == 1 and "nan" not in str(drawn)
 
 
