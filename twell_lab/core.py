@@ -254,10 +254,10 @@ def describe_machine() -> dict:
     cuda_driver: the CUDA version torch was built for, and the newest that the driver runs ("13.0")."""
     cupy = next(iter(cupy_packages()), None)
     system = _guarded(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]) or platform.system()
-    cpu = _guarded(lambda: re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)[1])
+    named = _guarded(lambda: re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M))
     return {
         "os": f"{system}, {platform.machine()}",
-        "cpu": cpu or platform.processor() or None,
+        "cpu": named[0].strip() if named else platform.processor() or None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
         "torch": version("torch"),

@@ -121,7 +121,7 @@ def told(record: Record, read: str) -> str:
     return "\n".join(lines)
 
 
-def pairs(rows: list[dict]) -> list[dict]:
+def pairs(rows: Sequence[dict]) -> list[dict]:
     """Return for each row of a sparse model what the table shows of it and of the dense model that was run in the same
     way. The model that is planned for graphs is not compared in plain calls."""
     at = {(row["workload"], row["head"], row["path"]): row for row in rows}

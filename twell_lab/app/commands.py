@@ -61,9 +61,7 @@ def train(
     if asked.get("activation") == "relu2" and resume is None and "from_" not in asked:
         asked.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
     if asked.get("checkpoint_every") and not (out or resume):
-        raise InputError(
-            f"--checkpoint-every is {asked['checkpoint_every']}; accepted: with --out, for the checkpoints"
-        )
+        raise InputError(f"--checkpoint-every is {asked['checkpoint_every']} without --out; accepted: with one")
     told = checkpoint.config_of(resume, **asked) if resume else TrainConfig(**asked)
     result = loop.train(told, out=out, resume=resume)
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports

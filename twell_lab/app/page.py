@@ -22,7 +22,6 @@ from ..plots import decode, layer_names, percentiles, share
 from .terminal import said_fast, verdict
 
 WITHOUT, WITH = "without L1", "with L1"  # the two trainings in a tour's record
-FORMATS = ("dense", "CSR", "ELL", "TwELL")
 _ALIKE = ("label", "device", "dtype", "tokens", "nnz")
 _FIRING, _SHORT = "neurons firing for a token, %", "{:.3g}".format
 _FIRE = (8, 29, 60, 120, 300)  # of the neurons of a drawn layer, about
@@ -31,15 +30,13 @@ _TIMES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 
 
 def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> str:
     """Return the page of a tour's record as HTML text. recorded: records to show a part of beside it (`comparable`)."""
-    tour, own = record.notes["tour"], [row for row in record.rows if row.get("label")]
-    large = [row for row in record.rows if not row.get("label")]
+    tour, large = record.notes["tour"], [row for row in record.rows if not row.get("label")]
     layers, packed = tour["profile"]["layers"], tour["packing"]["layers"]
     names = layer_names([layer["layer"] for layer in layers])
     densities = {name: layer["density"] for name, layer in zip(names, layers, strict=True)}
     busiest = max(densities, key=densities.__getitem__)
     frequency = sorted(layers[names.index(busiest)]["neuron_frequency"], reverse=True)
     fired = [*accumulate(frequency)]
-    sizes = sorted({(row["d_model"], row["d_ff"]) for row in large})
     cpu = record.machine.get("cpu") or "an unnamed CPU"
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -55,23 +52,17 @@ def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> s
         record=record,
         tour=tour,
         sentence=web.fragment(),
-        without=tour["runs"][WITHOUT],
-        sparse=tour["runs"][WITH],
         rows=layer_table(tour),
         names=names,
         densities=sorted(densities.items(), key=lambda item: item[1]),
         busiest=busiest,
         frequency=frequency,
         busy=bisect_left(fired, 0.8 * fired[-1]) + 1 if fired[-1] else 0,  # who do 80% of the firing
-        formats=FORMATS,
-        packed=packed,
-        bytes={kind: sum(layer["bytes"][kind] for layer in packed) for kind in FORMATS},
-        own=[row for row in own if not _how(row)],
+        bytes={kind: sum(layer["bytes"][kind] for layer in packed) for kind in packed[0]["bytes"]},
+        own=[row for row in record.rows if row.get("label") and not _how(row)],
         large=large,
         beside=comparable(recorded),
-        times=own + large,
         devices=sorted({cpu if records.is_cpu(row["device"]) else row["device"] for row in record.rows}),
-        wide=" and ".join(f"{d_model:,} x {d_ff:,}" for d_model, d_ff in sizes),
     )
 
 
@@ -136,7 +127,7 @@ def layer_table(tour: dict) -> list[dict]:
         row["span"] = "{:,} to {:,}".format(*percentiles(layer["nnz_histogram"]))
         row["used"] = share(packed["slots_used"] / packed["slots"])
         row["overflow"] = share(packed["overflow_rows"] / packed["tokens"])
-        row["bytes"] = {kind: packed["bytes"][kind] / packed["tokens"] for kind in FORMATS}
+        row["bytes"] = {kind: size / packed["tokens"] for kind, size in packed["bytes"].items()}
         rows.append(row)
     return rows
 

@@ -215,9 +215,10 @@ def sweep() -> Record:
 
 
 def _cpu(left_out: dict) -> Sections:
-    timed = partial(forward.ffn, nnz=0.005 * 5632, device="cpu", seconds=5)
-    sizes = [(dtype, tokens) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
-    return {"cpu": [lambda size=size: timed(size[1], dtype=size[0]).rows for size in sizes]}
+    def rows(dtype: torch.dtype, tokens: int) -> list[dict]:
+        return forward.ffn(tokens, nnz=0.005 * 5632, dtype=dtype, device="cpu", seconds=5).rows
+
+    return {"cpu": [partial(rows, dtype, tokens) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]}
 
 
 _SECTIONS = [

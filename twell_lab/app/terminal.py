@@ -10,13 +10,10 @@ import warnings
 from contextlib import suppress
 from io import TextIOWrapper
 from json import dumps, loads
-from pathlib import Path
 from typing import NamedTuple
 
 from ..core import InputError
 from ..records import WIDTH
-
-_PACKAGE, _format_of_others = Path(__file__).resolve().parents[1], warnings.formatwarning
 
 
 class Answer(NamedTuple):
@@ -44,18 +41,13 @@ def folded(line: str, indent: str = "  ") -> str:
 
 
 def set_up() -> None:
-    """Have stdout and stderr write characters that their encodings lack as escapes, and warnings of this package look
-    as its errors do, without the line of source code."""
+    """Have stdout and stderr write characters that their encodings lack as escapes, and warnings look as errors do,
+    without the line of source code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    warnings.formatwarning = _in_one_line
-
-
-def _in_one_line(message, category, filename, lineno, line=None) -> str:
-    if not Path(filename).is_relative_to(_PACKAGE):
-        return _format_of_others(message, category, filename, lineno, line)
-    return f"\ntwell-lab: warning: {message}\n"  # on a new line, since a progress bar may stand in this one
+    # On a new line, since a progress bar may stand in this one.
+    warnings.formatwarning = lambda message, *_, **__: f"\ntwell-lab: warning: {message}\n"
 
 
 def write(text: str) -> None:

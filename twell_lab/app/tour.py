@@ -112,7 +112,8 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
     """Pack what the gate of each layer gives on these windows in bfloat16, as that of an LLM would be, check that, and
     count the bytes of each format. Returns {tokens, dtype, layers: dicts}, and as `plots.tile_of` one of the fuller
     tiles of the first layer."""
-    layers, shown = [], {}
+    layers: list[dict] = []
+    shown: dict = {}
     for layer in feed_forwards(sparse.model):
         gate = activations(sparse.model, windows, layer.name)[1].to(torch.bfloat16)
         packed = functional.pack(gate)
