@@ -58,8 +58,7 @@ def model_and_windows(name: str, text: str | None, count: int = 1, *, tokens: in
     model, tokenizer, own = opened(name)
     whole = load_any(text, tokenizer=tokenizer if own else None)
     trained_on = checkpoint.load(name)["text"].get("sha256") if own and checkpoint.exists(name) else None
-    seen = text is None or is_prepared(text) or whole.sha256 == trained_on
-    part = whole.split()[1] if seen else whole
+    part = whole.split()[1] if text is None or is_prepared(text) or whole.sha256 == trained_on else whole
     context = model.config.context if own else min(512, getattr(model.config, "max_position_embeddings", None) or 512)
     count = max(count, -(-tokens // context))
     ids, unit = part.tokens, part.tokenizer.unit if own else "tokens"
@@ -109,19 +108,18 @@ def sample(
         raise InputError(f"--prompt is {prompt!r:.80}; accepted: a text of one character or more")
     if own:
         ids = tokenizer.encode(torch.tensor([*prompt.encode()], dtype=torch.uint8)).long()
+        decode = lambda ids: tokenizer.decode(ids).decode("utf-8", "replace")
     else:
         ids = tokenizer(prompt, return_tensors="pt").input_ids[0]
+        decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
     if seed is None and temperature:  # the answer names it, so that the text can be had again
         seed = torch.Generator().seed() % 2**32
     how = {"temperature": temperature, "top_k": top_k, "seed": seed}
 
     speak(dense, ids, tokens if place.type == "cuda" else 1, how)  # what the first call sets up
     said, speed = speak(dense, ids, tokens, how)
-    if own:
-        text = tokenizer.decode(said).decode("utf-8", "replace")
-    else:  # of a token by itself some tokenizers leave out the space before it
-        before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *said]))
-        text = whole.removeprefix(before)
+    # Together, since of a token by itself some tokenizers leave out the space before it.
+    text = decode(torch.cat([ids, said])).removeprefix(decode(ids))
     value = {"prompt": prompt, "text": text, "tokens": said.tolist(), **how, "tokens_per_s": speed}
     fast, lines = f", {speed:,.0f} a second", [textwrap.indent(prompt + text, "  "), ""]
     if sparse:
