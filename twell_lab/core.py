@@ -116,8 +116,8 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
 
 
 def check_folder(folder: str | os.PathLike) -> None:
-    """Raise RecordError unless files can be written in a folder, which is made where it is missing. For use before work
-    whose result would be lost otherwise."""
+    """Raise RecordError unless files can be written in a folder, which is made where it is missing: before work whose
+    result would be lost."""
     with _told(f"in the folder {os.fspath(folder)!r}"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=Path(folder)).close()
@@ -210,10 +210,9 @@ def new_records_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Return a folder for compiled kernels that can be written, by this user alone: its files are run with his rights.
-
-    `TWELL_LAB_CACHE` names it; without that it lies in the user's cache folder. Where that cannot be written, or others
-    can write there, it is `private_folder()`, and a warning says so. StackError where that cannot be made either."""
+    """Return a folder for compiled kernels that this user alone can write, since its files are run with his rights: the
+    one that `TWELL_LAB_CACHE` names, or one in the user's cache folder. Where it cannot be written, or others can write
+    there, it is `private_folder()`, and a warning says so."""
     named = os.environ.get("TWELL_LAB_CACHE")
     folder = Path(named) if named else platformdirs.user_cache_path("twell-lab", appauthor=False)
     try:
@@ -248,10 +247,8 @@ CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 def describe_machine() -> dict:
     """Return this machine and its packages as a dict for a record, without names of hosts and users and without paths;
-    None stands where something is not to be had.
-
-    cores: how many this process may use. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. torch_cuda,
-    cuda_driver: the CUDA version torch was built for, and the newest that the driver runs ("13.0")."""
+    None stands where something is not to be had. cores: how many this process may use. gpus: a list of {name,
+    capability ("9.0"), memory_gib, driver}. cuda_driver: the newest version of CUDA that the driver runs ("13.0")."""
     cupy = next(iter(cupy_packages()), None)
     system = _guarded(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]) or platform.system()
     named = _guarded(lambda: re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M))
@@ -272,8 +269,8 @@ def describe_machine() -> dict:
 
 
 def memory() -> int | None:
-    """Return how many bytes of memory this process may use: the machine's, or fewer where its container says so; None
-    where the system does not say. How much is free right now does not count."""
+    """Return how many bytes of memory this process may use, free or not: the machine's, or fewer where its container
+    says so; None where the system does not say."""
     groups = map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     bounds += [_guarded(lambda: int(group.read_text())) for group in groups]  # "max": no limit, no number
@@ -318,15 +315,14 @@ def check_stack() -> None:
 
 
 def stack_fault() -> tuple[str, str] | None:
-    """Return a fault of this installation, and the command that mends it: torch and CuPy were built for different major
-    versions of CUDA, or two builds of CuPy are installed, which would fail later with errors that name neither. None
-    without one, for a CPU build of torch, for no CuPy, and for one that was built from its source."""
+    """Return a fault of this installation that would later give errors that do not name it, and the command that mends
+    it: torch and CuPy were built for different major versions of CUDA, or two builds of CuPy are installed."""
     builds, theirs = cupy_packages(), major(torch_cuda())
     mend = f"pip uninstall -y {' '.join(builds)} && pip install 'cupy-cuda{theirs or 12}x[ctk]>=14.0.1,<15'"
     if len(builds) > 1:
         return f"{' and '.join(builds)} are installed together and overwrite each other's files", mend
     ours = [int(number) for name in builds for number in re.findall(r"cuda(\d+)x", name)]
-    if theirs is None or not ours or ours[0] == theirs:
+    if theirs is None or not ours or ours[0] == theirs:  # a CPU build of torch; no CuPy, or one built from its source
         return None
     what = f"{builds[0]} {version(builds[0])} for CUDA {ours[0]}, and both need the same major version"
     return f"torch {version('torch')} is built for CUDA {torch_cuda()} and {what}", mend

@@ -100,8 +100,7 @@ def bench_model(
 
 
 def told(record: Record, read: str) -> str:
-    """Return a record of `twell_lab.bench.model` as text: what was measured, a table, what is missing and why, and what
-    it comes to. read: where the tokens came from."""
+    """Return a record of `twell_lab.bench.model` as text. read: where the tokens came from."""
     compared, notes = pairs(record.rows), record.notes
     lines = [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]
     lines += [f"bench: no energy: {notes['energy']}"] if "energy" in notes else []

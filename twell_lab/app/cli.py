@@ -51,8 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(asked: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the command line. It has the fields of a training's config only where training is asked for,
-    because the import of their class needs torch."""
+    """Return the parser; only if it is asked for with the fields of a training's config, whose class needs torch."""
     text = "How activation sparsity in a language model becomes real GPU speed."
     parser = _Parser(prog="twell-lab", description=text)
     parser.add_argument("--version", action="version", version=f"twell-lab {__version__}")
@@ -88,7 +87,7 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-_KINDS: dict[type, tuple[str, Callable]] = {
+_KINDS: dict[Any, tuple[str, Callable]] = {
     int: ("N", int),
     float: ("X", float),
     Path: ("PATH", _path),
@@ -97,9 +96,8 @@ _KINDS: dict[type, tuple[str, Callable]] = {
 
 
 def _add_parameters(parser: argparse.ArgumentParser, made: Callable) -> None:
-    """Add the parameters of a command to its parser: an argument for each positional one, an option for each other.
-
-    Of a dataclass each field is an option. Its help is its text in the docstring, its group the section there."""
+    """Add an argument for each positional parameter of a command and an option for each other; of a dataclass an option
+    for each field, with its text in the docstring as help, in the group of its section there."""
     hints, texts = get_type_hints(made, include_extras=True), {}
     group: argparse._ActionsContainer = parser
     for entry in _ENTRY.finditer(inspect.getdoc(made) or "") if isinstance(made, type) else ():  # none under -OO
@@ -126,8 +124,7 @@ def _option(name: str) -> str:
 
 
 def _how(hint: Any, default: Any, text: str) -> dict[str, Any]:
-    """Return the arguments of add_argument that follow from an annotation, which may hold the help text, and a default,
-    which is added to that in brackets unless it has some."""
+    """Return arguments of add_argument; the default is added to the help in brackets unless that has some."""
     leaves = _leaves(hint)
     text = [text, *(leaf for leaf in leaves if isinstance(leaf, str))][-1]
     if default not in (None, False, ()) and "[" not in text:
@@ -145,7 +142,6 @@ def _how(hint: Any, default: Any, text: str) -> dict[str, Any]:
 
 
 def _leaves(hint: Any) -> list:
-    """Return what an annotation is made of: types, texts, and choices of words."""
     if get_origin(hint) is Literal or not get_args(hint):
         return [hint]
     return [get_origin(hint), *chain.from_iterable(map(_leaves, get_args(hint)))]

@@ -142,8 +142,8 @@ def speak(model: nn.Module, prompt: Tensor, tokens: int, how: dict) -> tuple[Ten
 
 
 def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, how: dict, rounds: int = 5) -> dict:
-    """Let two models speak in turn, once before it counts, since a GPU captures their steps then; return {tokens_per_s,
-    dense_tokens_per_s: medians, ratios: of each turn, same: whether all they said is the same}."""
+    """Let two models speak in turn, once before it counts, since a GPU captures their steps then; return medians
+    {tokens_per_s, dense_tokens_per_s}, ratios: of each turn, and same: whether all they said is the same."""
     turns = [(speak(sparse, prompt, tokens, how), speak(dense, prompt, tokens, how)) for _ in range(rounds + 1)][1:]
     said = [text.tolist() for turn in turns for text, _ in turn]
     fast, slow = ([speed for _, speed in side] for side in zip(*turns, strict=True))
@@ -156,8 +156,8 @@ def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, ho
 
 
 def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None) -> tuple[nn.Module, list[dict]]:
-    """Return a copy of the model with its layers swapped by a plan for one token at a time, and its report's rows. They
-    are timed on the text [tokens], or on its second half where the first is profiled, as there is no `firing`."""
+    """Return a copy of the model, swapped by a plan for one token at a time, and its report's rows. Layers are timed on
+    the text [tokens]; without `firing` its first half is profiled, and they are timed on the second."""
     from ..analysis.planner import plan
     from ..analysis.profile import profile
     from ..models.swap import report, sparsify

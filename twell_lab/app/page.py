@@ -1,8 +1,6 @@
 """The tour's page: one small HTML file that opens without a network, made of a tour's record, and of sentences that the
-shipped models read when it is drawn (course.sentence), whose script is the page's only one.
-
-Its text is in page.html.jinja, which puts the record's numbers in; this file picks rows, computes what several places
-need, and makes the sentences that depend on how the numbers compare."""
+shipped models read when it is drawn (course.sentence), whose script is the page's only one. Its text is in
+page.html.jinja; this file picks rows, and makes charts, and the sentences that depend on how numbers compare."""
 
 from __future__ import annotations
 

@@ -147,8 +147,7 @@ def gpu_tests() -> Record:
     Raises TwellError, with the end of the output, when a test fails."""
     need_gpu()
     folder, tool = _tests("gpu"), shutil.which("compute-sanitizer")
-    # Without torch's caching allocator each tensor is an allocation of its own, and memcheck sees any access beyond its
-    # bounds.
+    # Without torch's caching allocator each tensor is an allocation of its own, whose bounds memcheck sees.
     checked, reduced = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, [str(folder / "test_reduced.py")]
     files = sorted(folder.glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
     with ThreadPoolExecutor(max(1, min(_AT_ONCE, (os.cpu_count() or 1) // 2))) as side_by_side:
@@ -167,7 +166,6 @@ def gpu_tests() -> Record:
 
 
 def _tests(name: str) -> Path:
-    """Return a folder of tests, or a file there."""
     found = core.kernels_dir().parent / "tests" / name
     if not found.exists():
         raise StackError(f"the tests are not here (tests/{name} is part of a checkout, not of the package)")
@@ -175,9 +173,8 @@ def _tests(name: str) -> Path:
 
 
 def _suite(name: str, targets: list[str], more: dict | None = None, prefix: Sequence[str] = ()) -> dict:
-    """Run pytest on the targets in a process of its own, with `more` in its environment and with the words of `prefix`
-    before its command line; return {suite: the name, passed, failed, skipped: numbers of tests, seconds}. Raises
-    TwellError unless all passed."""
+    """Run pytest on the targets in a process of its own, with `more` in its environment and `prefix` before its command
+    line; return {suite, passed, failed, skipped, seconds}. Raises TwellError unless all passed."""
     environment = {key: value for key, value in os.environ.items() if key != "TWELL_LAB_CUBINS"} | (more or {})
     start = time.perf_counter()
     command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *targets]

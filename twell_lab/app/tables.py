@@ -38,8 +38,7 @@ _DERIVED: dict[str, Callable[[Row], Any]] = {
 
 
 class Row(dict):
-    """A row of a record, with what follows from it: `row["walls"]` is computed. beside: the rows that it is compared
-    with, and itself."""
+    """A row of a record, with what follows from it: `row["walls"]` is computed. beside: the rows of its group."""
 
     beside: list[Row]
 
@@ -65,8 +64,7 @@ _text = _Texts().vformat
 
 
 def rows_of(recorded: list[Record], name: str, **where: Any) -> tuple[Record | None, list[Row]]:
-    """Return the newest record of that name with such rows (`Row.of`), and these rows; (None, []) where there is
-    none."""
+    """Return the newest record of that name with such rows (`Row.of`), and these; (None, []) where there is none."""
     for record in reversed(told(recorded, name)):
         if rows := [row for row in map(Row, record.rows) if row.of(**where)]:
             return record, rows
@@ -75,7 +73,7 @@ def rows_of(recorded: list[Record], name: str, **where: Any) -> tuple[Record | N
 
 def _table(name: str, head: str, cells: Iterable[Cell], by: str = "", **where: Any) -> Callable[[list[Record]], str]:
     """Return the table of the newest record of this name with rows of these values. head: with "{where}"; by: which
-    rows are a group, that is, are beside each other; the `cells` of a group stand after those of another."""
+    rows are a group, whose `cells` stand after those of another."""
 
     def table(recorded: list[Record]) -> str:
         record, rows = rows_of(recorded, name, **where)

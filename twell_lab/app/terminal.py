@@ -41,8 +41,7 @@ def folded(line: str, indent: str = "  ") -> str:
 
 
 def set_up() -> None:
-    """Have stdout and stderr write characters that their encodings lack as escapes, and warnings look as errors do,
-    without the line of source code."""
+    """Have stdout and stderr write what their encodings lack as escapes, and warnings look as errors do."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -51,9 +50,8 @@ def set_up() -> None:
 
 
 def write(text: str) -> None:
-    """Write it to stdout, with all that was printed before. A reader that has ended, such as `head`, is no error.
-
-    Raises InputError where the output cannot be written."""
+    """Write it to stdout, with all that was printed before. InputError where that cannot be done, but for a reader that
+    has ended, such as `head`."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -85,7 +83,6 @@ def verdict(ratios: list[tuple[float, float, float, str]]) -> str:
 
 def said_fast(texts: dict) -> str:
     """Return how fast a model spoke on its planned layers and, where one of them is not dense, beside dense ones.
-
     texts: what `in_turn` returns, and layers: rows of a report."""
     speed = f"{texts['tokens_per_s']:,.0f} tokens a second"
     if all(layer["choice"] == "dense" for layer in texts["layers"]):

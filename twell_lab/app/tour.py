@@ -40,8 +40,8 @@ _PACKED_TOKENS = 2048  # enough for three digits of a share, and packed within s
 
 
 def run(text: str | None, out: Path, quick: bool) -> records.Record:
-    """Take the tour; return its record. tour.json and index.html are written in its last step, each whole or not at
-    all. The arguments are the command's options. Raises TwellError if packing changed a value."""
+    """Take the tour; return its record. The arguments are the command's options; tour.json and index.html are written
+    in its last step. Raises TwellError if packing changed a value."""
     words = load(text)
     each = 0.02 if quick else 1.0  # seconds for which a size is measured
     began: dict[str, float] = {}  # when each step did
@@ -109,9 +109,8 @@ def spread(windows: Tensor, tokens: int) -> Tensor:
 
 
 def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
-    """Pack what the gate of each layer gives on these windows in bfloat16, as that of an LLM would be, check that, and
-    count the bytes of each format. Returns {tokens, dtype, layers: dicts}, and as `plots.tile_of` one of the fuller
-    tiles of the first layer."""
+    """Pack what the gate of each layer gives on these windows in bfloat16, as that of an LLM would be, and check that.
+    Returns {tokens, dtype, layers: dicts}, and as `plots.tile_of` one of the fuller tiles of the first layer."""
     layers: list[dict] = []
     shown: dict = {}
     for layer in feed_forwards(sparse.model):
@@ -170,9 +169,8 @@ def time_llm_layer(size: tuple[int, int], seconds: float) -> list[dict]:
 
 
 def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, tokens: int, rounds: int) -> dict:
-    """Return text from both models after the same held-out bytes; and the speed of the sparse one, one token at a time,
-    with dense layers and with those that a plan chose: {prompt, said: {label: text}, temperature, seed, layers: as
-    `twell_lab.report` describes them, and what `in_turn` returns}."""
+    """Return text from both models after the same held-out bytes, and the speed of the sparse one with dense and with
+    planned layers: {prompt, said: {label: text}, temperature, seed, layers: a report's, and what `in_turn` returns}."""
     how: dict = {"temperature": 0.7, "seed": 0}
     prompt, model = windows[len(windows) // 2], runs[WITH].model
     prompt = prompt[: len(prompt) // 2]
