@@ -22,7 +22,7 @@ TURNS = 5  # of both models, before one is called faster: three quarters of fewe
 _ALSO = {"peak MiB": ("peak_bytes", 2**20, ",.0f"), "mJ/token": ("mj_per_token", 1, ",.4g")}
 _ALSO |= {"error": ("error", 1, ".2g"), "loss": ("loss", 1, ".4f")}
 _COLUMNS = {"what": "what", "dense": "dense ms", "sparse": "sparse ms", "times": "x dense", "half": "middle half"}
-_COLUMNS |= {key: key for key in _ALSO} | {"layers": "sparse model's layers"}
+_COLUMNS |= {key: key for key in _ALSO} | {"layers": "layers"}
 _EXPLAINED = (
     "bench: ms: of plain calls, one after another, or of replays of graphs, in the middle of all turns; x dense: how "
     "many times as fast; middle half: what that was from turn to turn, both taking turns, the quarters above and below "
@@ -101,23 +101,19 @@ def bench_model(
 
 def told(record: Record, read: str) -> str:
     """Return a record of `twell_lab.bench.model` as text. read: where the tokens came from."""
-    compared, notes = pairs(record.rows), record.notes
-    lines = [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]
-    lines += [f"bench: no energy: {notes['energy']}"] if "energy" in notes else []
-    lines.append(f"bench: {conclusion(compared)}")
+    compared, notes, lines = pairs(record.rows), record.notes, []
     if compared:
         row = record.rows[0]
         about, share = row["workload"].partition(",")[0], row["nnz"] / row["d_ff"]
         about += ", random weights" * about.startswith("drawn")
         sizes = "{parameters:,} parameters, {layers} feed-forward layers of {d_model} x {d_ff}, {dtype}, on {device}"
-        lines[:0] = [
-            f"{about}: {sizes.format(**row)}; {read}",
-            f"{row['nnz']:.3g} of {row['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
-            f"{min(row['nnz_layers']):g} to {max(row['nnz_layers']):g}",
-            f"\n{records.table(compared, _COLUMNS)}\n",
-            _EXPLAINED,
-        ]
-    return "\n".join(lines)
+        nnz = f"{min(row['nnz_layers']):g} to {max(row['nnz_layers']):g}"
+        lines.append(f"{about}: {sizes.format(**row)}; {read}")
+        lines.append(f"{row['nnz']:.3g} of {row['d_ff']:,} neurons fire for a token, {share:.2%}; between layers {nnz}")
+        lines += [f"\n{records.table(compared, _COLUMNS)}\n", _EXPLAINED]
+    lines += [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]
+    lines += [f"bench: no energy: {notes['energy']}"] if "energy" in notes else []
+    return "\n".join([*lines, f"bench: {conclusion(compared)}"])
 
 
 def pairs(rows: Sequence[dict]) -> list[dict]:

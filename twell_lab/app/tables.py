@@ -24,7 +24,7 @@ Cell = tuple[str, str, str] | tuple[str, str, str, str | dict[str, Any]]
 _DERIVED: dict[str, Callable[[Row], Any]] = {
     # How many times as fast as the dense layer plain calls are, and compiled ones as its compiled ones.
     "walls": lambda row: row["dense_wall_ms"] / row["wall_ms"],
-    "compiled walls": lambda row: next(one for one in row.beside if one.of(path=COMPILED))["wall_ms"] / row["wall_ms"],
+    "compiled walls": lambda row: row["compiled_wall_ms"] / row["wall_ms"],
     "at once": lambda row: f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}",
     "graph": lambda row: row["path"].endswith(_GRAPH),
     "name": lambda row: re.sub(r"^twell-lab: |^thresholds, |\bforced | \(graph\)$", "", row["path"]),
@@ -38,9 +38,7 @@ _DERIVED: dict[str, Callable[[Row], Any]] = {
 
 
 class Row(dict):
-    """A row of a record, with what follows from it: `row["walls"]` is computed. beside: the rows of its group."""
-
-    beside: list[Row]
+    """A row of a record, with what follows from it: `row["walls"]` is computed."""
 
     def __missing__(self, key: str) -> Any:
         return _DERIVED[key](self)
@@ -67,33 +65,32 @@ def rows_of(recorded: list[Record], name: str, **where: Any) -> tuple[Record | N
     """Return the newest record of that name with such rows (`Row.of`), and these; (None, []) where there is none."""
     for record in reversed(told(recorded, name)):
         if rows := [row for row in map(Row, record.rows) if row.of(**where)]:
+            compiled = {
+                (row["tokens"], row["nnz"]): row["wall_ms"] for row in rows if row.of(path=COMPILED, wall_ms=bool)
+            }
+            for row in rows:
+                row["compiled_wall_ms"] = compiled.get((row.get("tokens"), row.get("nnz")))
             return record, rows
     return None, []
 
 
-def _table(name: str, head: str, cells: Iterable[Cell], by: str = "", **where: Any) -> Callable[[list[Record]], str]:
-    """Return the table of the newest record of this name with rows of these values. head: with "{where}"; by: which
-    rows are a group, whose `cells` stand after those of another."""
+def _table(name: str, head: str, cells: Iterable[Cell], **where: Any) -> Callable[[list[Record]], str]:
+    """Return the table of the newest record of this name with rows of these values. head: with "{where}"."""
 
     def table(recorded: list[Record]) -> str:
         record, rows = rows_of(recorded, name, **where)
-        return _grid(head.format(where=_where(record)), _filled(rows, cells, by))
+        return _grid(head.format(where=_where(record)), _filled(rows, cells))
 
     return table
 
 
-def _filled(rows: list[Row], cells: Iterable[Cell], by: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield the line, the column and the text of each cell that a row has; by: as of `_table`."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        row.beside = groups.setdefault(_text(by, (), row), [])
-        row.beside.append(row)
-    for group in groups.values():
-        for line, column, text, *which in cells:
-            for row in group:
-                with suppress(LookupError, TypeError, StopIteration):  # of a row that does not say that, or says None
-                    if all(row.of(**({"path": one} if isinstance(one, str) else one)) for one in which):
-                        yield _text(line, (), row), _text(column, (), row), _text(text, (), row)
+def _filled(rows: list[Row], cells: Iterable[Cell]) -> Iterator[tuple[str, str, str]]:
+    """Yield the line, the column and the text of each cell that a row has."""
+    for line, column, text, *which in cells:
+        for row in rows:
+            with suppress(LookupError, TypeError):  # of a row that does not say that, or says None
+                if all(row.of(**({"path": one} if isinstance(one, str) else one)) for one in which):
+                    yield _text(line, (), row), _text(column, (), row), _text(text, (), row)
 
 
 def _grid(head: str, cells: Iterable[tuple[str, str, str]]) -> str:
@@ -137,9 +134,7 @@ _CALLS = (
     ("times as fast", "{at once}", "{walls:.2f}", "planned"),
     ("times as fast, both under torch.compile", "{at once}", "{compiled walls:.2f}", _CODE),
 )
-calls = _table(
-    "inference", "milliseconds a call, {where}", _CALLS, "{tokens}", kind="inference", **DRAWN | PLAIN | FIRES_29
-)
+calls = _table("inference", "milliseconds a call, {where}", _CALLS, kind="inference", **DRAWN | PLAIN | FIRES_29)
 _LAYER = (
     ("TwELL", "{nnz:.0f}", _BOTH, "forced twell"),
     ("hot/cold: the neurons that fire most densely, the others packed", "{nnz:.0f}", _BOTH, _HOT),
@@ -156,15 +151,19 @@ _TRAINING = (
     ("torch's compiled peak memory beyond inputs and weights, MiB", "{nnz:.0f}", "{MiB:,.0f}", COMPILED),
 )
 MANY_TOKENS: dict[str, Any] = DRAWN | PLAIN | {"tokens": MANY}
-layer = _table("inference", _FIRING, _LAYER, "{nnz:.0f}", kind="inference", **MANY_TOKENS)
-training = _table("training", _FIRING, _TRAINING, "{nnz:.0f}", kind="training", **MANY_TOKENS)
-_HOST = (
-    ("{workload}: torch's dense layer", "{at once}", "{wall_ms:~}", DENSE),
-    ("{workload}: TwELL", "{at once}", "{wall_ms:~}", "twell"),
-    ("{workload}: TwELL, until the call returns", "{at once}", "{ms:~}", "twell"),
-    ("{workload}: times as fast", "{at once}", "{walls:.2f}", "twell"),
-)
-host = _table("host-time", _MS, _HOST, "{workload}", kind="host")
+layer = _table("inference", _FIRING, _LAYER, kind="inference", **MANY_TOKENS)
+training = _table("training", _FIRING, _TRAINING, kind="training", **MANY_TOKENS)
+_HOST = [
+    (f"{work}: {line}", "{at once}", text, {"workload": work, "path": path})
+    for work in ("forward", "forward and backward")
+    for line, text, path in (
+        ("torch's dense layer", "{wall_ms:~}", DENSE),
+        ("TwELL", "{wall_ms:~}", "twell"),
+        ("TwELL, until the call returns", "{ms:~}", "twell"),
+        ("times as fast", "{walls:.2f}", "twell"),
+    )
+]
+host = _table("host-time", _MS, _HOST, kind="host")
 
 
 def heavy(recorded: list[Record]) -> str:
