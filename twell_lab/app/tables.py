@@ -65,11 +65,10 @@ def rows_of(recorded: list[Record], name: str, **where: Any) -> tuple[Record | N
     """Return the newest record of that name with such rows (`Row.of`), and these; (None, []) where there is none."""
     for record in reversed(told(recorded, name)):
         if rows := [row for row in map(Row, record.rows) if row.of(**where)]:
-            compiled = {
-                (row["tokens"], row["nnz"]): row["wall_ms"] for row in rows if row.of(path=COMPILED, wall_ms=bool)
-            }
+            work = lambda row: (row.get("tokens"), row.get("nnz"))
+            compiled = {work(row): row.get("wall_ms") for row in rows if row.get("path") == COMPILED}
             for row in rows:
-                row["compiled_wall_ms"] = compiled.get((row.get("tokens"), row.get("nnz")))
+                row["compiled_wall_ms"] = compiled.get(work(row))
             return record, rows
     return None, []
 
