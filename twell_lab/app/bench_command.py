@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated
 
+import twell_lab as tl
+
 from .. import records
 from ..core import InputError, check_folder
 from .model_commands import PATHS, Device, Model, OwnDtype, Text, model_and_windows, placed
@@ -77,7 +79,6 @@ def bench_model(
     """Check and time a whole model, dense beside sparse."""
     import torch
 
-    from .. import bench
     from ..bench.drawn import NAMES
 
     if out is not None:
@@ -89,11 +90,11 @@ def bench_model(
         if text is not None:
             raise InputError(f"--text is {text!r:.200}, and {model} has no tokenizer; accepted: a saved model with it")
         read = "random tokens"
-        record = bench.model(model, **how, device=device, dtype=getattr(torch, dtype) if dtype else None)
+        record = tl.bench.model(model, **how, device=device, dtype=getattr(torch, dtype) if dtype else None)
     else:
         longest = max([*(tokens or []), 2048, *(512 * batch for batch in batches)])
         loaded, part, windows = model_and_windows(model, text, tokens=max(4 * 2048, 2 * longest))
-        record = bench.model(loaded.to(*placed(device, dtype)), **how, text=windows.flatten())
+        record = tl.bench.model(loaded.to(*placed(device, dtype)), **how, text=windows.flatten())
         read = f"{windows.numel():,} tokens of {part.name}"
     saved = [f"bench: saved {record.save(out)}"] if out is not None else []
     return Answer(record.to_json(), "\n".join([told(record, read), *saved]))

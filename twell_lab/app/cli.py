@@ -19,7 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from .. import __version__
+import twell_lab as tl
+
 from ..core import TwellError
 from . import bench_command, commands, doctor, model_commands, terminal
 
@@ -54,7 +55,7 @@ def _parser(asked: str | None = None) -> argparse.ArgumentParser:
     """Return the parser; only if it is asked for with the fields of a training's config, whose class needs torch."""
     text = "How activation sparsity in a language model becomes real GPU speed."
     parser = _Parser(prog="twell-lab", description=text)
-    parser.add_argument("--version", action="version", version=f"twell-lab {__version__}")
+    parser.add_argument("--version", action="version", version=f"twell-lab {tl.__version__}")
     added = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
         what, _, more = (inspect.getdoc(command) or "").partition("\n\n")  # nothing under -OO
@@ -69,9 +70,7 @@ def _parser(asked: str | None = None) -> argparse.ArgumentParser:
         one.add_argument("--json", action="store_true", default=False, help="print the result as JSON, not as a table")
         _add_parameters(one, command)
         if name == asked == "train":
-            from ..training.config import TrainConfig
-
-            _add_parameters(one, TrainConfig)
+            _add_parameters(one, tl.TrainConfig)
     return parser
 
 

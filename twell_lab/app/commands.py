@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
+import twell_lab as tl
+
 from .. import core, records
 from ..core import InputError, RecordError, StackError, check_folder
 from .terminal import Answer
@@ -52,8 +54,7 @@ def train(
     Ctrl-C, SIGTERM and every five minutes save the run; about a tenth of the text
     is held out for validation; metrics.jsonl in --out has a line for every
     --log-every steps. On a GPU, --dtype bfloat16 --compile is several times faster."""
-    from ..training import checkpoint, loop, presets
-    from ..training.config import TrainConfig
+    from ..training import checkpoint, presets
 
     if config == "list":
         return Answer(presets.rows(), presets.table())
@@ -62,8 +63,8 @@ def train(
         asked.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
     if asked.get("checkpoint_every") and not (out or resume):
         raise InputError(f"--checkpoint-every is {asked['checkpoint_every']} without --out; accepted: with one")
-    told = checkpoint.config_of(resume, **asked) if resume else TrainConfig(**asked)
-    result = loop.train(told, out=out, resume=resume)
+    told = checkpoint.config_of(resume, **asked) if resume else tl.TrainConfig(**asked)
+    result = tl.train(told, out=out, resume=resume)
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
         return None
     layers = enumerate(zip(result.density, result.dead, strict=True))

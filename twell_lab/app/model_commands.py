@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import twell_lab as tl
+
 from ..core import InputError, StackError, check_folder, check_target, optional, write_atomically
 from .terminal import Answer, said_fast
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from ..analysis.profile import FiringProfile
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 PATHS = "twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8"
@@ -37,7 +37,7 @@ def opened(name: str) -> tuple[Any, Any, bool]:
     from ..models.tiny import LanguageModel
     from ..training.text.tokenizer import tokenizer_of
 
-    model = published.load(folder := published.folder_of(name))
+    model = tl.load(folder := published.folder_of(name))
     if isinstance(model, LanguageModel):
         return model, tokenizer_of(folder, model.config.vocabulary), True
     return model, published.tokenizer_of(folder), False
@@ -134,10 +134,8 @@ def sample(
 
 def speak(model: nn.Module, prompt: Tensor, tokens: int, how: dict) -> tuple[Tensor, float]:
     """Return what `tl.generate` adds to a prompt, and how many tokens a second that was."""
-    from ..models.generate import generate
-
     start = time.perf_counter()
-    said = generate(model, prompt, max_new_tokens=tokens, **how)[len(prompt) :].cpu()
+    said = tl.generate(model, prompt, max_new_tokens=tokens, **how)[len(prompt) :].cpu()
     return said, len(said) / (time.perf_counter() - start)
 
 
@@ -155,20 +153,16 @@ def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, ho
     }
 
 
-def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None) -> tuple[nn.Module, list[dict]]:
+def planned(model: nn.Module, text: Tensor, firing: tl.FiringProfile | None = None) -> tuple[nn.Module, list[dict]]:
     """Return a copy of the model, swapped by a plan for one token at a time, and its report's rows. Layers are timed on
     the text [tokens]; without `firing` its first half is profiled, and they are timed on the second."""
-    from ..analysis.planner import plan
-    from ..analysis.profile import profile
-    from ..models.swap import report, sparsify
-
     context = getattr(model.config, "context", None) or getattr(model.config, "max_position_embeddings", len(text))
     first, second = ([part[None] for part in half.split(context)] for half in text.chunk(2))
-    firing, batches = (profile(model, first), second) if firing is None else (firing, [*first, *second])
+    firing, batches = (tl.profile(model, first), second) if firing is None else (firing, [*first, *second])
     swapped = copy.deepcopy(model).eval().requires_grad_(False)
     calls = "captured" if text.is_cuda else "eager"
-    sparsify(swapped, plan(firing, model, tokens=[1], batches=batches, calls=calls, progress=False))
-    return swapped, report(swapped).rows
+    tl.sparsify(swapped, tl.plan(firing, model, tokens=[1], batches=batches, calls=calls, progress=False))
+    return swapped, tl.report(swapped).rows
 
 
 # ---- what fires, and what to do with it ----
@@ -186,7 +180,6 @@ def profile(
 ) -> Answer:
     """Count which neurons of a saved model fire on a text."""
     from ..analysis.predict import verdict
-    from ..analysis.profile import FiringProfile, profile
 
     for place in filter(None, (out, html, plot)):  # before the work
         check_target(place)
@@ -194,9 +187,9 @@ def profile(
         if plot.suffix not in _PICTURES:
             raise InputError(f"--plot is {str(plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")
         optional("kaleido", "--plot")
-    other = None if against is None else FiringProfile.load(against)  # refused before the work
+    other = None if against is None else tl.FiringProfile.load(against)  # refused before the work
     loaded, part, read = model_and_windows(model, text, windows)
-    firing = profile(loaded, read.split(32))
+    firing = tl.profile(loaded, read.split(32))
     compared = None if other is None else firing.compare(other)
     if out is not None:
         firing.save(out)
@@ -216,19 +209,17 @@ def profile(
     return Answer(value, "\n".join(lines))
 
 
-def _draw(firing: FiringProfile, html: Path | None, picture: Path | None) -> None:
+def _draw(firing: tl.FiringProfile, html: Path | None, picture: Path | None) -> None:
     """Write figures of a profile into a page that needs no network, and one of its layers as a picture."""
-    from .. import plots
-
     if html is not None:
         busiest = max(range(len(firing.layers)), key=lambda i: firing.layers[i].density)
-        figures = [plots.firing_by_layer(firing), plots.neuron_frequency(firing, busiest)]
-        figures += [plots.firing_by_position(firing)] if firing.by_position() else []
+        figures = [tl.plots.firing_by_layer(firing), tl.plots.neuron_frequency(firing, busiest)]
+        figures += [tl.plots.firing_by_position(firing)] if firing.by_position() else []
         parts = [figure.to_html(full_html=False, include_plotlyjs=not i) for i, figure in enumerate(figures)]
         write_atomically(html, "\n".join(["<!DOCTYPE html><meta charset='utf-8'><title>Who fires</title>", *parts]))
     if picture is not None:
         try:
-            write_atomically(picture, plots.firing_by_layer(firing).to_image(format=picture.suffix[1:]))
+            write_atomically(picture, tl.plots.firing_by_layer(firing).to_image(format=picture.suffix[1:]))
         except (ImportError, RuntimeError):  # which fill a screen
             raise StackError("--plot needs kaleido, with Chrome: pip install kaleido; --html needs neither") from None
 
@@ -250,12 +241,8 @@ def sparsify(
     import torch
 
     from ..analysis.plan import IN_FOLDER
-    from ..analysis.planner import plan
-    from ..analysis.profile import profile as count
     from ..bench.workloads import Causal
     from ..models.published import folder_of
-    from ..models.swap import report
-    from ..models.swap import sparsify as swap
     from ..training.checkpoint import STATE
 
     if out is not None:
@@ -265,15 +252,15 @@ def sparsify(
     loaded, part, read = model_and_windows(model, text, 2 * windows)
     loaded.to(*placed(device, dtype)).requires_grad_(False)
     # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
-    firing, others = count(loaded, read[::2].split(32)), read[1::2].split(32) if len(read) > 1 else None
+    firing, others = tl.profile(loaded, read[::2].split(32)), read[1::2].split(32) if len(read) > 1 else None
     how: dict = {"tokens": tokens, "measure": not predict_only, "batches": others, "calls": calls, "paths": paths}
-    chosen = plan(firing, loaded, **how)
+    chosen = tl.plan(firing, loaded, **how)
 
     ids = read[1::2][:2].to(next(loaded.parameters()).device)
     with torch.no_grad():
         dense = Causal(loaded).reader()(ids).double()
-        off = float((Causal(swap(loaded, chosen)).reader()(ids).double() - dense).norm() / dense.norm())
-    told = report(loaded)
+        off = float((Causal(tl.sparsify(loaded, chosen)).reader()(ids).double() - dense).norm() / dense.norm())
+    told = tl.report(loaded)
     timed = f"timed on inputs {chosen.inputs}" if chosen.inputs else "nothing was timed"
     lines = [
         f"{told}\nsparsify: from {firing.tokens:,} tokens of {part.name}; {timed}",

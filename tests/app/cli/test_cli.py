@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import twell_lab as tl
 from tests.app.conftest import ROOT
 from twell_lab import records
 from twell_lab.app import cli
 from twell_lab.bench import forward
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.training import loop
 
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
 BENCH = "bench --tokens 1 --d-model 8 --d-ff 8 --nnz 1 --seconds 0.01 --device cpu".split()
@@ -137,7 +137,7 @@ def here(tmp_path_factory):
 )
 def test_hostile_values_are_refused_in_a_line(refused, here, monkeypatch, command, options, values):
     monkeypatch.chdir(here)
-    monkeypatch.setattr(loop, "train", loop.train if command == TRAIN else None)  # refused before it is called
+    monkeypatch.setattr(tl, "train", tl.train if command == TRAIN else None)  # refused before it is called
     for option in options.split() or [None]:
         for wrong in values:
             if not (option == "--prompt" and wrong):
