@@ -181,14 +181,12 @@ def main(arguments: list[str] | None = None) -> int:
             why = f"\ntwell-lab: {error}; to go on: {started} --resume {shlex.quote(folder)}"
     except TwellError as error:  # there each process reports its own
         why, status = f"twell-lab{'' if rank == '0' else f', process {rank}'}: {error}", 2
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, OSError) as error:
         # torch raises a RuntimeError with one of these wordings where it cannot allocate memory on the CPU.
-        if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate|alloc_cpu", str(error)):
+        memory = isinstance(error, MemoryError) or re.search("out of memory|can't allocate|alloc_cpu", str(error))
+        if not memory and getattr(error, "errno", None) is None:  # of a file or device, and handled nowhere else
             raise
-        why, status = "twell-lab: this does not fit into memory; smaller sizes are accepted", 2
-    except OSError as error:  # an error of a file or device that is handled nowhere else
-        if error.errno is None:
-            raise
-        why, status = f"twell-lab: {error}", 2
+        what = "this does not fit into memory; smaller sizes are accepted" if memory else error
+        why, status = f"twell-lab: {what}", 2
     print(why, file=sys.stderr)
     return status

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import twell_lab as tl
+
 from .. import records
-from ..analysis.profile import FiringProfile, activations, profile
+from ..analysis.profile import activations
 from ..bench import forward
 from ..core import TwellError, write_atomically
 from ..formats import classic, twell
-from ..layers.find import feed_forwards
-from ..ops import functional, reference
+from ..ops import reference
 from ..ops.clock import dtype_for, present_device
 from ..plots import layer_names, tile_of
 from ..training.config import TrainResult
@@ -59,7 +60,7 @@ def run(text: str | None, out: Path, quick: bool) -> records.Record:
     sparse = runs[WITH] = train(config)
     step("profile", "profiling the sparse model on held-out text")
     windows = spread_windows(words.split()[1].tokens, config.eval_windows, config.context)[:, :-1]
-    firing = profile(sparse.model, windows.split(32))
+    firing = tl.profile(sparse.model, windows.split(32))
     step("pack", "packing its activations and checking that they come back")
     packing, tile = pack_layers(sparse, spread(windows, _PACKED_TOKENS))
     step("time its layers", "timing its layers, sparse against dense")
@@ -113,9 +114,9 @@ def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
     Returns {tokens, dtype, layers: dicts}, and as `plots.tile_of` one of the fuller tiles of the first layer."""
     layers: list[dict] = []
     shown: dict = {}
-    for layer in feed_forwards(sparse.model):
+    for layer in tl.feed_forwards(sparse.model):
         gate = activations(sparse.model, windows, layer.name)[1].to(torch.bfloat16)
-        packed = functional.pack(gate)
+        packed = tl.pack(gate)
         check_packing(layer.name, gate, packed)
         dense, counts, slots = reference.relu(gate), packed.counts, packed.slots
         sizes = {"dense": dense.nbytes, "CSR": classic.CSR.from_dense(dense).nbytes}
@@ -140,7 +141,7 @@ def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
 def time_layers(sparse: TrainResult, windows: Tensor, seconds: float) -> list[dict]:
     """Return timings of the trained model's own layers on their own inputs, as rows: float32 on a CPU, 16 bits on a
     GPU."""
-    layers = feed_forwards(sparse.model)
+    layers = tl.feed_forwards(sparse.model)
     device = layers[0].up.weight.device
     sizes, dtype = (1, 8, 64, 1024, 8192) if device.type == "cuda" else (1, 8, 64), dtype_for(device)
     # Tokens are drawn at random, because far more neurons fire for the first ones of a window than for the others.
@@ -168,7 +169,9 @@ def time_llm_layer(size: tuple[int, int], seconds: float) -> list[dict]:
     return rows
 
 
-def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, tokens: int, rounds: int) -> dict:
+def let_speak(
+    runs: dict[str, TrainResult], windows: Tensor, firing: tl.FiringProfile, tokens: int, rounds: int
+) -> dict:
     """Return text from both models after the same held-out bytes, and the speed of the sparse one with dense and with
     planned layers: {prompt, said: {label: text}, temperature, seed, layers: a report's, and what `in_turn` returns}."""
     how: dict = {"temperature": 0.7, "seed": 0}
