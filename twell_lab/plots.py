@@ -87,17 +87,6 @@ def percentiles(histogram: Iterable[int]) -> tuple[int, int]:
     return (bisect_right(seen, 0.05 * total), bisect_left(seen, 0.95 * total)) if total else (0, 0)
 
 
-def alike(rows: list[dict]) -> list[list[dict]]:
-    """Return rows grouped by how many neurons fire. A drawn workload has its mean only roughly, so rows within a factor
-    of 1.5 count as one workload."""
-    groups: list[list[dict]] = []
-    for row in sorted(rows, key=lambda row: row.get("nnz") or 0):
-        if not groups or (row.get("nnz") or 0) > 1.5 * (groups[-1][0].get("nnz") or 0):
-            groups.append([])
-        groups[-1].append(row)
-    return groups
-
-
 def apart(heights: list[float], least: float) -> list[float]:
     """Return heights for the names of lines that end at these heights, in the same order and at least `least` apart:
     where two are nearer, the upper one is moved up."""
@@ -243,25 +232,3 @@ def _figure(**panels: Any) -> Figure:
     except ImportError:
         raise StackError("figures need plotly, which is not installed: pip install plotly") from None
     return make_subplots(**panels) if panels else Figure()
-
-
-def series(rows: list[dict], mine: str) -> dict[str, list[dict]]:
-    """Return measured rows grouped into named lines, in their order. mine: what each name begins with."""
-    rows = [row for row in rows if not row["path"].startswith("dense eager")]
-    rows = [row for row in rows if row.get("x_dense") is not None and row.get("tokens")]
-    several = len({row.get("workload") for row in rows if not row.get("label")}) > 1
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(row["dtype"], row["dtype"])
-        workload = row.get("workload") if several and not row["path"].startswith("dense") else None
-        groups.setdefault((row.get("label"), short, row["path"], workload), []).append(row)
-    lines = {}
-    for (label, short, path, workload), members in groups.items():
-        dense = path.startswith("dense")
-        if dense:  # a dense layer takes as long whatever fires: one point for each number of tokens
-            members = list({row["tokens"]: row for row in members}.values())
-        for points in [members] if label or dense else alike(members):
-            nnz = None if dense else max(points, key=lambda row: row["tokens"]).get("nnz")
-            parts = [label, short, path, workload, None if nnz is None else f"mean nnz {nnz:.0f}"]
-            lines[f"{mine}: {', '.join(part for part in parts if part)}"] = points
-    return lines

@@ -129,7 +129,8 @@ def test_without_a_compiler_one_line_says_what_to_install(refused, kernel, monke
 @pytest.mark.parametrize("name, wrong", [("a.jsonl", ["other", "number"]), ("a.csv", ["other", ""])])
 def test_one_field_of_a_file_of_records_is_read_where_it_is_named(ask, refused, tmp_path, name, wrong):
     rows = [{"said": f"words, {i}", "number": 3} for i in range(200)]
-    lines = [json.dumps(row) for row in rows] if name == "a.jsonl" else ["said,number", *_csv(rows)]
+    csv = ["said,number", *(f'"{row["said"]}",{row["number"]}' for row in rows)]
+    lines = [json.dumps(row) for row in rows] if name == "a.jsonl" else csv
     path = tmp_path / name
     path.write_text("\n".join(lines))
     with pytest.warns(UserWarning, match=f"{name} is read as plain text"):
@@ -138,10 +139,6 @@ def test_one_field_of_a_file_of_records_is_read_where_it_is_named(ask, refused, 
     assert load_any(f"{path}?field=said").tokens.numpy().tobytes().startswith(b"words, 0\n\nwords, 1\n\n")
     for field in wrong:
         assert f"has no text in {field!r}; accepted" in refused("train", "--text", f"{path}?field={field}", *SMALL)
-
-
-def _csv(rows):
-    return [f'"{row["said"]}",{row["number"]}' for row in rows]
 
 
 @pytest.mark.parametrize("wrong", ["none.jsonl", "text.txt"])

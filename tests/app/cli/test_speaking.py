@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def test_a_sample_is_what_the_model_generates(ask, value, model):
     assert found["tokens"] == said.tolist() and found["text"] == bytes(said.tolist()).decode("utf-8", "replace")
     assert found["prompt"] == "žluť" and found["tokens_per_s"] > 0
     shown = ask(*asked)
-    assert shown.out.startswith("žluť" + found["text"]) and shown.err == ""
+    assert shown.out.startswith(textwrap.indent("žluť" + found["text"], "  ")) and shown.err == ""
     assert re.search(r"sample: 30 bytes, [\d,]+ a second\n$", shown.out)
 
 
@@ -65,9 +66,9 @@ def test_a_truncated_model_is_one_line(refused, model, name):
         refused("sample", model)
 
 
-def test_bytes_that_are_not_utf8_are_continued_by_bytes_and_refused_by_a_tokenizer(value, refused, model, opt):
-    assert len(value("sample", model, "--prompt", "a\udcff", "--tokens", "3")["tokens"]) == 3
-    assert "not UTF-8" in refused("sample", opt, "--prompt", "a\udcff")
+@pytest.mark.parametrize("prompt", ["a\udcff", ""])
+def test_what_is_no_text_is_refused(refused, model, prompt):
+    assert "accepted: a text of one character or more" in refused("sample", model, "--prompt", prompt)
 
 
 @pytest.fixture
