@@ -105,7 +105,7 @@ def sample(
     dense, tokenizer, own = opened(model)
     dense = dense.to(place).eval().requires_grad_(False)
     if not prompt or prompt != prompt.encode("utf-8", "ignore").decode():
-        raise InputError(f"--prompt is {prompt!r:.80}; accepted: a text of one character or more")
+        raise InputError(f"--prompt is {prompt!r:.80}; accepted: UTF-8 of one character or more")
     if own:
         ids = tokenizer.encode(torch.tensor([*prompt.encode()], dtype=torch.uint8)).long()
         decode = lambda ids: tokenizer.decode(ids).decode("utf-8", "replace")

@@ -68,7 +68,7 @@ def test_a_truncated_model_is_one_line(refused, model, name):
 
 @pytest.mark.parametrize("prompt", ["a\udcff", ""])
 def test_what_is_no_text_is_refused(refused, model, prompt):
-    assert "accepted: a text of one character or more" in refused("sample", model, "--prompt", prompt)
+    assert "accepted: UTF-8 of one character or more" in refused("sample", model, "--prompt", prompt)
 
 
 @pytest.fixture
