@@ -12,7 +12,7 @@ from typing import Any
 
 from ..bench.models import RECORD, SIZES, model_name
 from ..bench.rows import COMPILED, DENSE
-from ..records import Record, stale, told
+from ..records import TOLD, Record, stale, told
 from .bench_command import pairs
 
 MANY = 16384  # tokens at once in tables that are about one number of them
@@ -61,9 +61,10 @@ class _Texts(string.Formatter):
 _text = _Texts().vformat
 
 
-def rows_of(recorded: list[Record], name: str, **where: Any) -> tuple[Record | None, list[Row]]:
-    """Return the newest record of that name with such rows (`Row.of`), and these; (None, []) where there is none."""
-    for record in reversed(told(recorded, name)):
+def rows_of(recorded: list[Record], name: str, gpu: str = TOLD, **where: Any) -> tuple[Record | None, list[Row]]:
+    """Return the newest record of that name, of such a GPU where there is one, with such rows (`Row.of`), and these;
+    (None, []) where there is none."""
+    for record in reversed(told(recorded, name, gpu)):
         if rows := [row for row in map(Row, record.rows) if row.of(**where)]:
             work = lambda row: (row.get("tokens"), row.get("nnz"))
             compiled = {work(row): row.get("wall_ms") for row in rows if row.get("path") == COMPILED}
@@ -73,11 +74,12 @@ def rows_of(recorded: list[Record], name: str, **where: Any) -> tuple[Record | N
     return None, []
 
 
-def _table(name: str, head: str, cells: Iterable[Cell], **where: Any) -> Callable[[list[Record]], str]:
-    """Return the table of the newest record of this name with rows of these values. head: with "{where}"."""
+def _table(name: str, head: str, cells: Iterable[Cell], **where: Any) -> Callable[..., str]:
+    """Return the table of the newest record of this name with rows of these values: a function of the records and, for
+    another than most tables are of, the GPU. head: with "{where}"."""
 
-    def table(recorded: list[Record]) -> str:
-        record, rows = rows_of(recorded, name, **where)
+    def table(recorded: list[Record], gpu: str = TOLD) -> str:
+        record, rows = rows_of(recorded, name, gpu, **where)
         return _grid(head.format(where=_where(record)), _filled(rows, cells))
 
     return table
