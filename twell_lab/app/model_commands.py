@@ -51,7 +51,8 @@ def model_and_windows(name: str, text: str | None, count: int = 1, *, tokens: in
         raise InputError(f"--windows is {count}; accepted: 1 or more")
     model, tokenizer, own = opened(name)
     whole = load_any(text, tokenizer=tokenizer if own else None)
-    trained_on = checkpoint.load(name)["text"].get("sha256") if own and checkpoint.exists(name) else None
+    trained = own and Path(name, checkpoint.STATE).is_file()
+    trained_on = checkpoint.load(name)["text"].get("sha256") if trained else None
     seen = text is None or is_prepared(text) or whole.sha256 == trained_on
     part = whole.split()[1] if seen else whole
     context = model.config.context if own else min(512, getattr(model.config, "max_position_embeddings", None) or 512)

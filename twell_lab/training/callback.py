@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ..core import InputError
 from ..layers.find import firing_layers
 from ..layers.terms import layer_terms
 from ..models.tiny import check_whole
-from .objective import l1_coefficient, reinitialise
+from .objective import Silence, l1_coefficient
 
 
 class SparsityCallback:
@@ -36,8 +35,8 @@ class SparsityCallback:
     Every log of the Trainer (state.log_history, and what is printed), whose `loss` has the penalty in it, also has
     `l1_penalty`, `mean_nnz`, how many neurons fire for a token, `density`, their share, and with `reinit` `dead`, how
     many were dead when the last window ended.
-    The layers may be dense or swapped; with `reinit` they have to be dense. InputError for wrong arguments, and, when
-    training begins, for a model without ReLU layers and for label smoothing, which leaves out the model's own loss."""
+    The layers may be dense or swapped. InputError for wrong arguments, and, when training begins, for a model without
+    ReLU layers, for label smoothing, which leaves out the model's own loss, and with `reinit` for frozen gates."""
 
     def __init__(self, l1: float, *, delay: int = 0, warmup: int = 0, reinit: float = 0.0, window: int = 100) -> None:
         for name, value in (("l1", l1), ("reinit", reinit)):
@@ -47,10 +46,6 @@ class SparsityCallback:
             check_whole(name, steps, least)
         self.l1, self.delay, self.warmup, self.reinit, self.window = l1, delay, warmup, reinit, window
         self._hooks = ExitStack()
-        self._step, self._parts = 0, 1
-        self._sums: Tensor | None = None  # of penalty, nnz and 1, over the forward passes since the last log
-        self._fired: list[Tensor] = []  # of each layer, whether a neuron did within the window
-        self._dead: int | None = None
 
     def __getattr__(self, event: str) -> Any:
         # The Trainer asks for every event. Its base class is not inherited: importing it changes torch.manual_seed.
@@ -67,27 +62,24 @@ class SparsityCallback:
             )
         if args.n_gpu > 1:
             raise InputError(f"one process trains on {args.n_gpu} GPUs; accepted: a process for each (torchrun)")
+        layers = firing_layers(model)
+        if self.reinit and (frozen := [one.name for one in layers if not one.pattern.weight.requires_grad]):
+            raise InputError(
+                f"reinit is {self.reinit} and the gate of {frozen[0]} is frozen; accepted: gates that learn"
+            )
         self._hooks.close()  # of a training that was interrupted
-        self._step, self._parts, self._dead = state.global_step, args.gradient_accumulation_steps, None
+        self._step, self._parts = state.global_step, args.gradient_accumulation_steps
         if args.average_tokens_across_devices:  # which has the Trainer multiply what each process adds to the mean
             self._parts *= args.world_size
-        self._sums = None
-        self._layers = firing_layers(model)
-        self._width = sum(layer.up.weight.shape[0] for layer in self._layers) / len(self._layers)
+        self._sums: Tensor | None = None  # of penalty, nnz and 1, over the forward passes since the last log
+        self._dead: dict[str, int] = {}
+        self._width = sum(layer.up.weight.shape[0] for layer in layers) / len(layers)
+        generator = torch.Generator().manual_seed(args.seed + state.global_step)
+        self._silence = Silence(layers if self.reinit else [], generator)
         self._terms = self._hooks.enter_context(layer_terms(model))
         # Under gradient checkpointing layers report once more in the backward pass.
         self._hooks.callback(model.register_forward_pre_hook(lambda *_: self._terms.clear()).remove)
         self._hooks.callback(model.register_forward_hook(self._penalise, with_kwargs=True).remove)
-        if self.reinit:
-            if swapped := [layer.name for layer in self._layers if hasattr(layer.module, "told")]:
-                raise InputError(f"reinit is {self.reinit} and {swapped[0]} is swapped; accepted: dense layers")
-            self._generator = torch.Generator().manual_seed(args.seed + state.global_step)
-            self._fired = [
-                layer.up.weight.new_zeros(layer.up.weight.shape[0], dtype=torch.bool) for layer in self._layers
-            ]
-            for layer, fired in zip(self._layers, self._fired):
-                noting = partial(_note, fired)
-                self._hooks.callback(layer.down.register_forward_pre_hook(noting).remove)
 
     def _penalise(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Add the penalty to the loss of a forward pass that is learned from."""
@@ -105,6 +97,10 @@ class SparsityCallback:
         self._sums = numbers if self._sums is None else self._sums + numbers
         return output
 
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Note who fired, while the step's gradients are there."""
+        self._silence.count(1)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step, and move the rows of dead neurons where a window ends."""
         if self._sums is None:
@@ -113,16 +109,9 @@ class SparsityCallback:
                 "and returns its loss by name, and a Trainer without compute_loss_func"
             )
         self._step = state.global_step
-        if not self._fired or state.global_step % self.window:
-            return
-        self._dead = 0
-        for layer, fired in zip(self._layers, self._fired):
-            if torch.distributed.is_initialized():
-                torch.distributed.all_reduce(fired, torch.distributed.ReduceOp.MAX)
-            with torch.no_grad():
-                reinitialise(layer, ~fired, self.reinit, self._generator)
-            self._dead += int((~fired).sum())
-            fired.zero_()
+        if self.reinit and self._step % self.window == 0:
+            self._dead = {"dead": sum(int(dead.sum()) for dead in self._silence.dead(self.window))}
+            self._silence.revive(self.window, self.reinit)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict | None = None, **_: Any) -> None:
         """Add what fires to what the Trainer logs."""
@@ -130,17 +119,10 @@ class SparsityCallback:
             return
         penalty, nnz, _ = (self._sums / self._sums[2]).tolist()
         self._sums = None
-        more = {"l1_penalty": penalty, "mean_nnz": nnz, "density": nnz / self._width, "dead": self._dead}
-        if self._dead is None:
-            del more["dead"]
+        more = {"l1_penalty": penalty, "mean_nnz": nnz, "density": nnz / self._width, **self._dead}
         logs.update(more)
         state.log_history[-1].update(more)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the hooks off."""
         self._hooks.close()
-
-
-def _note(fired: Tensor, module: nn.Module, args: tuple) -> None:
-    if module.training:
-        fired.logical_or_((args[0].detach() != 0).flatten(0, -2).any(0))

@@ -18,11 +18,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import nn
@@ -33,8 +32,8 @@ from ..layers.find import firing_layers
 from ..models import published
 from ..models.tiny import LanguageModel
 from .config import TrainConfig
-from .text.source import check_apart
-from .text.tokenizer import BYTES, Tokenizer
+from .text.source import Text, check_apart
+from .text.tokenizer import BYTES
 
 STATE, MODEL, TOKENIZER = "training.pt", "model.safetensors", "tokenizer.json"
 
@@ -44,9 +43,8 @@ STATE, MODEL, TOKENIZER = "training.pt", "model.safetensors", "tokenizer.json"
 # optimizer: AdamW's state, by name of the weight. silent: for each layer how many tokens ago each neuron fired.
 FIELDS = "step config text seconds history order noise weights optimizer silent".split()
 
-# Fields of the config that may change when a run is resumed: how long, where and how it computes, how often it saves,
-# where the model lies that it began with.
-FREE = ("steps", "device", "compile", "kernels", "parallel", "checkpoint_every", "log", "from_")
+# Fields of the config that may change when a run is resumed.
+FREE = ("steps", "device", "compile", "kernels", "parallel", "log", "from_")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -85,20 +83,14 @@ def save(folder: str | os.PathLike, state: dict) -> None:
 def load(folder: str | os.PathLike) -> dict:
     """Return the checkpoint in a folder, with FIELDS, its tensors mapped from the file. InputError where there is none,
     or where it can't be read."""
-    if not exists(folder):
-        raise InputError(
-            f"there is no checkpoint in {os.fspath(folder)!r}; accepted: the folder that training saved in"
-        )
+    path = Path(folder, STATE)
+    if not path.is_file():
+        raise InputError(f"there is no checkpoint in {str(folder)!r}; accepted: the folder that training saved in")
     try:
-        state = torch.load(Path(folder, STATE), map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return {name: state[name] for name in FIELDS}
     except Exception as error:  # of unpickling: errors of any kind
-        raise InputError(f"{STATE} in {os.fspath(folder)!r} cannot be read: {error}") from None
-
-
-def exists(folder: str | os.PathLike) -> bool:
-    """Return whether a folder holds a checkpoint."""
-    return Path(folder, STATE).is_file()
+        raise InputError(f"{STATE} in {str(folder)!r} cannot be read: {error}") from None
 
 
 def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
@@ -107,7 +99,7 @@ def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
     try:
         return TrainConfig(**{**state["config"], "text": state["text"]["path"], **changes})
     except (TypeError, KeyError) as error:  # a damaged file may name other fields
-        raise InputError(f"{STATE} in {os.fspath(folder)!r} cannot be read: {error}") from None
+        raise InputError(f"{STATE} in {str(folder)!r} cannot be read: {error}") from None
 
 
 def check_same(state: dict, config: TrainConfig, text: dict) -> None:
@@ -115,14 +107,13 @@ def check_same(state: dict, config: TrainConfig, text: dict) -> None:
     which is described as in a checkpoint."""
 
     def begun(config: dict, text: dict) -> dict:
-        fields = {name: value for name, value in config.items() if name not in FREE}
-        fields |= {f"the text's {name}": text[name] for name in ("sha256", "training_size")}
-        tokenizer = text.get("tokenizer", {}).get("sha256")
-        return fields | {"tokenizer": config["tokenizer"] or "bytes", "the sha256 of the text's tokenizer": tokenizer}
+        of_text = {f"the text's {name}": text[name] for name in ("sha256", "training_size")}
+        of_text["the sha256 of the text's tokenizer"] = text.get("tokenizer", {}).get("sha256")
+        return {**config, "tokenizer": config["tokenizer"] or "bytes", **of_text}
 
     then = begun(state["config"], state["text"])
     for name, value in begun(fields_of(config), text).items():
-        if value != then.get(name):
+        if name not in FREE and value != then.get(name):
             raise InputError(
                 f"{name} is {value!r}, and {then.get(name)!r} in the checkpoint; accepted: what the run began with "
                 f"(what may change: {', '.join(FREE)}, and where the text lies)"
@@ -132,30 +123,31 @@ def check_same(state: dict, config: TrainConfig, text: dict) -> None:
 
 
 @contextmanager
-def opened(folder: str | os.PathLike, text, tokenizer: Tokenizer, history: list[dict], new: bool) -> Iterator[IO[str]]:
-    """A context in which a run alone saves in a folder, with its open metrics.jsonl, to which the history is written.
+def opened(folder: str | os.PathLike, text: Text, path, history: list[dict], new: bool) -> Iterator[Callable]:
+    """A context in which a run alone saves in a folder; gives what writes a row into its metrics.jsonl, which has the
+    history already.
 
-    text: the config's. new: whether the run does not go on there. InputError for a folder that can't be written or is
-    in use, and for a new run in the folder of its text or of another run or model, which it would overwrite."""
+    path: of the text. new: whether the run does not go on there. InputError for a folder that can't be written or is in
+    use, and for a new run in the folder of its text or of another run or model, which it would overwrite."""
     if new:
-        check_apart(folder, text)
+        check_apart(folder, path)
     with locked_folder(folder, "training"):
         for what, name in (("run", STATE), ("model", MODEL)):
             if new and Path(folder, name).exists():
                 raise InputError(
-                    f"{os.fspath(folder)!r} holds a {what}; accepted: to resume a run, or another or an empty folder"
+                    f"{str(folder)!r} holds a {what}; accepted: to resume a run, or another or an empty folder"
                 )
         try:
-            if tokenizer == BYTES:
+            if text.tokenizer == BYTES:
                 Path(folder, TOKENIZER).unlink(missing_ok=True)  # of a run that ended before it saved anything
             else:
-                tokenizer.save(Path(folder, TOKENIZER))
+                text.tokenizer.save(Path(folder, TOKENIZER))
             file = open(Path(folder, "metrics.jsonl"), "w", encoding="utf-8")
             file.writelines(json.dumps(row) + "\n" for row in history)
         except (OSError, RecordError) as error:
-            raise InputError(f"cannot save in {os.fspath(folder)!r}: {error}") from None
+            raise InputError(f"cannot save in {str(folder)!r}: {error}") from None
         with file:
-            yield file
+            yield lambda row: print(json.dumps(row), file=file, flush=True)
 
 
 # ---- the model that a run begins with and ends as ----

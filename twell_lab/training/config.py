@@ -1,9 +1,13 @@
-"""What a training run is told (TrainConfig), its learning rate at each step, and what it returns (TrainResult)."""
+"""What a training run is told (TrainConfig), also by a name (`named`) or in a file (`of`), its learning rate at each
+step, and what it returns (TrainResult)."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -11,17 +15,16 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from ..core import InputError
+from ..core import InputError, optional, read_file
 from ..models.tiny import LanguageModel, ModelConfig
 from .text.source import Text
 
 # The least and the largest value of the fields that are numbers; between whole ones, whole numbers alone.
 _FROM_1 = "steps batch context log_every eval_every eval_windows accumulate dead_every".split()
-_FROM_0 = "warmup l1_delay l1_warmup dead_window seed checkpoint_every".split()
-_RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(_FROM_1, (1, 2**63 - 1)),
-    **dict.fromkeys(_FROM_0, (0, 2**63 - 1)),
-    **dict.fromkeys(("lr", "clip"), (sys.float_info.min, sys.float_info.max)),
+_RANGES: dict[str, tuple[float, float]] = dict.fromkeys(_FROM_1, (1, 2**63 - 1))
+_RANGES |= dict.fromkeys("warmup l1_delay l1_warmup dead_window seed".split(), (0, 2**63 - 1))
+_RANGES |= dict.fromkeys(("lr", "clip"), (sys.float_info.min, sys.float_info.max))
+_RANGES |= {
     "weight_decay": (0.0, sys.float_info.max),
     "l1": (0.0, torch.finfo(torch.float32).max),
     "reinit": (0.0, 1.0),
@@ -88,8 +91,6 @@ class TrainConfig:
         log_every: steps between two rows of the history, which are the lines of metrics.jsonl.
         eval_every: steps between two validations.
         eval_windows: how many windows of the held-out text a validation and the profile read, at most.
-        checkpoint_every: steps between two checkpoints in the run's folder; 0 writes only one at the end; unless given,
-            one about every five minutes.
         log: writes the rows for tensorboard (into the run's folder) or wandb as well, whose package has to be there.
     """
 
@@ -122,7 +123,6 @@ class TrainConfig:
     dead_window: int = 0
     dead_every: int = 100
     reinit: float = 0.0
-    checkpoint_every: int | None = None
     kernels: Literal["off", "auto", "sparse"] = "off"
     parallel: Literal["ddp", "fsdp"] = "ddp"
     from_: str | PathLike | None = None
@@ -133,7 +133,7 @@ class TrainConfig:
             value, accepted = getattr(self, name), getattr(kind, "__name__", kind)
             if get_origin(kind) is Literal:
                 right, accepted = value in get_args(kind), " or ".join(map(repr, get_args(kind)))
-            elif name in _RANGES and value is not None:
+            elif name in _RANGES:
                 least, most = _RANGES[name]
                 whole = isinstance(least, int)
                 number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
@@ -161,6 +161,69 @@ class TrainConfig:
         """Return the sizes of the model to train. vocabulary: the text's; 256 for bytes."""
         names = ("d_model", "layers", "heads", "d_ff", "context", "gated", "activation")
         return ModelConfig(vocabulary, **{name: getattr(self, name) for name in names})
+
+
+# The configurations that have a name: the values of _FIELDS, from a million weights for a CPU to the paper's shapes.
+#
+# The paper's (arXiv 2603.23198, appendix B, and its published code): d_model 2048, d_ff 5632 (8192 without a gate), 32
+# heads, 8 to 38 layers; 512 sequences of 2048 tokens a step; AdamW, learning rate 1e-3 after 600 steps of warm-up,
+# weight decay 0.1, clip 1.0; L1 2e-5. Four things differ here: the learning rate falls to a tenth instead of 0, rotary
+# positions turn by the usual base of 10,000 instead of 100,000, head and embedding are two matrices instead of one, and
+# the tokenizer is a BPE of 32,768 entries trained on the text, instead of one of 49,152.
+#
+# The smaller ones are this project's. Their L1 is a place to begin, between values that were tried: at d_model 768 and
+# d_ff 2048, after 1000 steps, 3e-4 left 103 neurons firing at a token and 1e-3 left 28. Other texts and lengths of
+# training need another L1.
+_FIELDS = "layers d_model d_ff heads context batch accumulate steps lr warmup l1 eval_every".split()
+_NAMED = {
+    "1M": (4, 128, 512, 4, 64, 8, 1, 900, 2e-3, 50, 2e-3, 150),
+    "5M": (6, 256, 704, 4, 256, 32, 1, 2000, 2e-3, 100, 1e-3, 500),
+    "20M": (6, 512, 1408, 8, 512, 32, 1, 4000, 1e-3, 200, 3e-4, 500),
+    "60M": (8, 768, 2048, 12, 512, 64, 1, 5000, 1e-3, 300, 3e-4, 500),
+    "150M": (14, 768, 2048, 12, 1024, 128, 4, 10_000, 1e-3, 600, 1e-4, 500),
+    "0.5B": (8, 2048, 5632, 32, 2048, 512, 64, 10_000, 1e-3, 600, 2e-5, 1000),
+    "1B": (18, 2048, 5632, 32, 2048, 512, 64, 20_000, 1e-3, 600, 2e-5, 1000),
+    "1.5B": (28, 2048, 5632, 32, 2048, 512, 64, 30_000, 1e-3, 600, 2e-5, 1000),
+    "2B": (38, 2048, 5632, 32, 2048, 512, 64, 40_000, 1e-3, 600, 2e-5, 1000),
+}
+NAMES, BPE = tuple(_NAMED), 32_768
+
+
+def named(name: str) -> dict:
+    """Return the fields of TrainConfig that make this configuration: `TrainConfig(**named("60M"), text=...)`, in a new
+    dict. InputError for a name that is not in NAMES."""
+    if name not in NAMES:
+        raise InputError(f"there is no configuration {name!r}; accepted: {', '.join(NAMES)}, or a file of YAML or JSON")
+    fields, size = {**dict(zip(_FIELDS, _NAMED[name])), "weight_decay": 0.1, "clip": 1.0}, NAMES.index(name)
+    fields |= {"dtype": "bfloat16"} if size >= NAMES.index("20M") else {}
+    fields |= {"compile": True} if size >= NAMES.index("60M") else {}
+    return fields | ({"tokenizer": f"bpe:{BPE}"} if size >= NAMES.index("150M") else {})
+
+
+def of(name: str) -> dict:
+    """Return the fields of TrainConfig of a configuration of this name (`named`), or that a YAML or JSON file holds.
+
+    In a file, names may have the dashes of the command's options. InputError for a name that is neither, and for a file
+    that can't be read, or has an entry that is no field; StackError for YAML without PyYAML."""
+    if name in NAMES or not os.path.isfile(name):
+        return named(name)
+    parse = json.loads if name.endswith(".json") else optional("yaml", "a configuration in YAML", "pyyaml").safe_load
+    try:
+        entries = parse(read_file(name, 2**20).decode())
+    except Exception as error:  # of PyYAML: errors of its own kind
+        raise InputError(f"cannot read the configuration {name!r}: {' '.join(str(error).split())}") from None
+    if not isinstance(entries, dict):
+        raise InputError(f"the configuration {name!r} holds a {type(entries).__name__}; accepted: `name: value` lines")
+    kinds, values = get_type_hints(TrainConfig), {}
+    for key, value in entries.items():
+        field = "from_" if key == "from" else str(key).replace("-", "_")
+        if field not in kinds:
+            raise InputError(f"{key!r} in {name!r} is no option; accepted: {', '.join(kinds)}")
+        if kinds[field] is float and isinstance(value, str):  # YAML takes 1e-3, without a point, for a string
+            with suppress(ValueError):
+                value = float(value)
+        values[field] = value
+    return values
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -109,7 +109,7 @@ def test_a_model_trains_on_it_and_goes_on(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(source, "HELD_OUT", 300)  # less than text.split would hold out
     source.prepare(folder, tmp_path / "text")
     sizes = dict(steps=8, batch=4, context=16, d_model=16, layers=2, heads=2, d_ff=32, warmup=2)
-    rows = dict(log_every=2, eval_every=4, eval_windows=4, checkpoint_every=4)
+    rows = dict(log_every=2, eval_every=4, eval_windows=4)
     config = TrainConfig(text=tmp_path / "text", **sizes, **rows)
     whole = train(config, progress=False)
     broken_off(config, tmp_path / "out", 6)
@@ -147,14 +147,15 @@ def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_pat
     assert (mine / "tokens.bin").read_bytes() == b"of somebody else"
 
 
-def test_one_preparation_at_a_time_and_what_fails_is_in_nobodys_way(folder, tmp_path):
-    def second(size):
+def test_one_preparation_at_a_time_and_what_fails_is_in_nobodys_way(folder, tmp_path, monkeypatch):
+    def second(*_):
         with pytest.raises(InputError, match="in use by another preparation; accepted: another"):
             source.prepare(folder, tmp_path / "out")
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        source.prepare(folder, tmp_path / "out", on_bytes=second)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(source, "_batches", second)
+        source.prepare(folder, tmp_path / "out")
     assert not source.is_prepared(tmp_path / "out")
     assert source.prepare(folder, tmp_path / "out").size == source.load(folder).size
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from twell_lab.training import loop
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
 
@@ -27,7 +28,10 @@ def until(step):
 
 
 def broken_off(config, folder, step):
-    with pytest.raises(Enough):
+    """Train until the row of this step, with a checkpoint after each step before it."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Enough):
+        patch.setattr(loop, "SAVE_EVERY", 0)
+        patch.setattr(loop, "SAVE_SHARE", 0)
         train(config, out=folder, progress=False, on_step=until(step))
 
 

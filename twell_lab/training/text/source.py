@@ -6,7 +6,7 @@ library, an optional package, and a network. The paper (arXiv 2603.23198) trains
 "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original.
 
 A text of any length is prepared once: documents are read, encoded and written one after the other, long files in
-pieces, into a folder with `tokens.bin`, the token numbers one after the other, little-endian; `tokenizer.json`; and
+pieces, into a folder with `tokens.bin`, the token numbers one after the other; `tokenizer.json`; and
 `twell-lab-text.json`, the manifest. Until all of it is written the tokens are called `tokens.bin.part`. Training maps
 them into memory."""
 
@@ -19,7 +19,7 @@ import os
 import platform
 import sysconfig
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from urllib.parse import parse_qsl
 import numpy
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from ...core import LOCK, InputError, TextError, TwellError, locked_folder, optional
 from . import tokenizer as tokenizers
@@ -39,7 +40,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 LARGEST = 2**30  # bytes of a text, which is held in memory as a whole; a home folder given by mistake is refused
 MOST_BYTES = 100_000_000  # of a dataset, unless said otherwise: a few minutes of a good connection
 SEPARATOR = b"\n\n"  # after each document of a dataset: shows the model where one ends
-_PARTS = {"subset": None, "split": "train", "column": "text", "bytes": None, "revision": None}
+_PARTS = ("subset", "split", "column", "bytes", "revision")  # that a dataset's name may have
 TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
 
 MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
@@ -57,7 +58,7 @@ class Text:
     name: for a record; never a path of this machine. sha256, hexadecimal: of the bytes of the whole text, also in a
     part of one; size: how many bytes there are. tokens: integers [n] on the CPU; uint8 [size], the bytes themselves,
     unless `tokenizer` is another. starts: of bytes, where files begin, ascending. cut: bytes and tokens of the training
-    part, which comes first; None where `split` finds it. source: of a dataset, where it comes from, ready for JSON."""
+    part, which comes first; None where `split` finds it."""
 
     name: str
     sha256: str
@@ -66,7 +67,6 @@ class Text:
     tokenizer: Tokenizer = BYTES
     starts: tuple[int, ...] = (0,)
     cut: tuple[int, int] | None = None
-    source: dict | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -74,10 +74,9 @@ class Text:
         return self.tokenizer.vocabulary
 
     def describe(self) -> dict:
-        """Return what a record keeps: name, SHA-256, size, the tokenizer unless it is bytes, a dataset's source."""
+        """Return what a record keeps: name, SHA-256, size, and the tokenizer unless it is bytes."""
         fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
-        fields |= {} if self.tokenizer == BYTES else {"tokenizer": self.tokenizer.describe()}
-        return fields if self.source is None else {**fields, "source": self.source}
+        return fields if self.tokenizer == BYTES else {**fields, "tokenizer": self.tokenizer.describe()}
 
     def split(self, fraction: float = TRAINING) -> tuple[Text, Text]:
         """Return a training text and the rest, for validation: as `cut` says, or about this fraction of the bytes.
@@ -134,7 +133,7 @@ def load_any(spec: str | os.PathLike | Text | None, *, tokenizer: str | os.PathL
 def load(spec: str | os.PathLike | None = None) -> Text:
     """Return the text of `stream`, read as bytes into memory. TextError also for more than 1 GiB, and for what holds no
     text; InputError for a dataset of which more than that is asked for."""
-    name, files, source = stream(spec, MOST_BYTES)
+    name, files = stream(spec, MOST_BYTES)
     contents, size = [], 0
     for file in files:
         if content := b"".join(islice(file, LARGEST // tokenizers.CHUNK + 1)):
@@ -146,7 +145,7 @@ def load(spec: str | os.PathLike | None = None) -> Text:
             )
     if not contents:
         raise TextError(f"{os.fspath(spec or '')!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
-    return of_pieces(name if source is None else f"{name}, first {size:,} bytes", contents, source)
+    return of_pieces(f"{name}, first {size:,} bytes" if str(spec).startswith("hf:") else name, contents)
 
 
 def standard_library() -> Text:
@@ -154,34 +153,36 @@ def standard_library() -> Text:
     return load(None)
 
 
-def of_pieces(name: str, files: list[bytes], source: dict | None = None) -> Text:
+def of_pieces(name: str, files: list[bytes]) -> Text:
     """Return the Text of these files, none of which is empty, as bytes."""
     content = bytearray().join(files)
     data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     starts = tuple(accumulate(map(len, files[:-1]), initial=0))
-    return Text(name, hashlib.sha256(content).hexdigest(), len(content), data, starts=starts, source=source)
+    return Text(name, hashlib.sha256(content).hexdigest(), len(content), data, starts=starts)
 
 
 # ---- reading ----
 
 
-def stream(
-    spec: str | os.PathLike | None, most: int | None = None
-) -> tuple[str, Iterable[Iterable[bytes]], dict | None]:
-    """Return the text that a command line or a config names, before it is read: its name, its files or documents in
-    order, each in pieces, and for a dataset its parts (see `parse`).
+def stream(spec: str | os.PathLike | None, most: int | None = None) -> tuple[str, Iterable[Iterable[bytes]]]:
+    """Return the text that a command line or a config names, before it is read: its name, and its files or documents in
+    order, each in pieces.
 
-    spec: None (Python's standard library), a file or folder, "FILE?field=NAME" (of a .jsonl or .csv file) or "hf:..."
-    (see `parse`), of which at most `most` bytes are read unless it says how many. The files of a folder come in
-    the order of their relative paths, compared as bytes, with "/" between the parts: `find . -type f | LC_ALL=C sort |
-    xargs cat | sha256sum` gives the text's digest. Left out are names that begin with a dot, binary files (they hold a
-    NUL byte, which UTF-16 text does too) and links to folders. TextError for what can't be read."""
+    spec: None (Python's standard library), a file or folder, "FILE?field=NAME" (of a .jsonl or .csv file), or
+    "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=1e8&revision=main", a dataset of the Hub, or with a
+    folder's name one of its .jsonl, .parquet or .csv files; what follows the question mark may be left out. Of a
+    dataset at most `most` bytes are read unless "bytes" says how many; the last document is cut there.
+
+    The files of a folder come in the order of their relative paths, compared as bytes, with "/" between the parts:
+    `find . -type f | LC_ALL=C sort | xargs cat | sha256sum` gives the text's digest. Left out are names that begin with
+    a dot, binary files (they hold a NUL byte, which UTF-16 text does too) and links to folders. TextError for what
+    can't be read, InputError for a part of another name and a wrong number of bytes."""
     if spec is None:
         folder, name = Path(sysconfig.get_path("stdlib")), f"Python {platform.python_version()} standard library"
         files = [path for path in _files(folder, _NOT_LIBRARY) if path.suffix == ".py"] if folder.is_dir() else []
         if not files:
             raise TextError(f"{name}: this Python came without its source; give a file or folder of your own")
-        return name, map(_pieces_of, files), None
+        return name, map(_pieces_of, files)
     if isinstance(spec, str) and spec.startswith("hf:"):
         return _dataset(spec, most)
     path, asked, field = os.fspath(spec).partition("?field=")
@@ -191,7 +192,7 @@ def stream(
     if asked:
         if not rows:
             raise TextError(f"{os.fspath(spec)!r:.200}: a field is picked from a .jsonl or .csv file alone")
-        return f"{name}?field={field}", _documents(f"the text {path!r:.200}", _rows_of(path), field), None
+        return f"{name}?field={field}", _documents(f"the text {path!r:.200}", _rows_of(path), field)
     try:
         Path(path).stat()  # says why there is nothing
         files = _files(Path(path)) if os.path.isdir(path) else [Path(path)]
@@ -201,7 +202,7 @@ def stream(
         raise TextError(f"{path!r} is neither a file nor a folder; accepted: one of these")
     if rows and os.path.isfile(path):
         warnings.warn(f"{name} is read as plain text; {name}?field=text reads its field `text`", stacklevel=2)
-    return name, map(_pieces_of, files), None
+    return name, map(_pieces_of, files)
 
 
 def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
@@ -228,41 +229,30 @@ def _pieces_of(path: Path) -> Iterator[bytes]:
         raise TextError(f"cannot read the text {str(path)!r}: {error}") from None
 
 
-def parse(spec: str) -> dict:
-    """Return the parts of "hf:owner/name?subset=sample-10BT&split=train&column=text&bytes=1e8&revision=main".
-
-    dataset: "owner/name" on the Hub, or a folder of .jsonl, .parquet or .csv files; the others may be left out. column:
-    holds the documents. bytes: after which the last document is cut. InputError for a part of another name, or bytes
-    that are no whole number from 1 up."""
-    name, _, rest = spec.removeprefix("hf:").partition("?")
+def _dataset(spec: str, most: int | None) -> tuple[str, Iterable[Iterable[bytes]]]:
+    dataset, _, rest = spec.removeprefix("hf:").partition("?")
     try:
-        parts = dict(parse_qsl(rest, keep_blank_values=True, strict_parsing=bool(rest)))
-        size = float(parts["bytes"]) if "bytes" in parts else None
-        if not name or not parts.keys() <= _PARTS.keys() or size is not None and (size < 1 or size % 1):
+        asked = dict(parse_qsl(rest, keep_blank_values=True, strict_parsing=bool(rest)))
+        size = int(float(asked["bytes"])) if "bytes" in asked else most
+        if not dataset or not asked.keys() <= {*_PARTS} or size is not None and size < 1:
             raise ValueError
-        return {**_PARTS, **parts, "dataset": name, "bytes": None if size is None else int(size)}
     except (ValueError, OverflowError):
         raise InputError(
             f"{spec!r} names no text; accepted: hf:owner/name, then ? and {', '.join(_PARTS)}, each with = and a value "
-            "(of bytes a whole number from 1 up, such as 100e6), & between them"
+            "(of bytes a number from 1 up, such as 100e6), & between them"
         ) from None
-
-
-def _dataset(spec: str, most: int | None) -> tuple[str, Iterable[Iterable[bytes]], dict]:
-    parts = parse(spec)
-    parts["bytes"] = parts["bytes"] or most
-    if most is not None and parts["bytes"] > LARGEST:
+    if most is not None and size is not None and size > LARGEST:
         raise InputError(f"bytes is more than {LARGEST} in {spec!r}; more is for twell-lab prepare")
-    dataset, subset, split = names = [parts[name] for name in ("dataset", "subset", "split")]
+    subset, revision, split = asked.get("subset"), asked.get("revision"), asked.get("split", "train")
 
     def rows() -> Iterator[dict]:
-        how = {"split": split, "revision": parts["revision"], "streaming": True}
+        how = {"split": split, "revision": revision, "streaming": True}
         yield from optional("datasets", "a Hugging Face dataset").load_dataset(dataset, subset, **how)
 
     what = f"the dataset {dataset!r} (subset {subset!r}, split {split!r})"
-    if os.path.isdir(dataset):  # no path of this machine in records
-        names[0] = parts["dataset"] = os.path.basename(os.path.abspath(dataset))
-    return ", ".join(filter(None, names)), _documents(what, rows(), parts["column"], parts["bytes"]), parts
+    here = os.path.basename(os.path.abspath(dataset)) if os.path.isdir(dataset) else dataset  # records hold no path
+    name = ", ".join(filter(None, (here, subset, split, revision)))
+    return name, _documents(what, rows(), asked.get("column", "text"), size)
 
 
 def _rows_of(path: str) -> Iterator[dict]:
@@ -308,42 +298,33 @@ def load_prepared(folder: str | os.PathLike) -> Text:
     missing or not those of one preparation."""
     folder = Path(folder)
     try:
-        fields = json.loads((folder / MANIFEST).read_bytes())
-        same = {name: fields[name] for name in ("name", "sha256", "size", "source")}
-        tokenizer, cut = tokenizers.load(folder / TOKENIZER), (fields["cut"]["bytes"], fields["cut"]["tokens"])
-        tokens = _mapped(folder / TOKENS, fields["dtype"])
+        fields, tokenizer = json.loads((folder / MANIFEST).read_bytes()), tokenizers.load(folder / TOKENIZER)
+        tokens = torch.from_numpy(numpy.memmap(folder / TOKENS, tokenizer.dtype, mode="c"))
         if (fields["format"], fields["tokenizer"], fields["count"]) != (FORMAT, tokenizer.sha256, len(tokens)):
             raise ValueError(f"{TOKENS}, {TOKENIZER} or the format is another than {MANIFEST} says")
-        text = Text(tokens=tokens, tokenizer=tokenizer, cut=cut, **same)
+        cut = fields["cut"]["bytes"], fields["cut"]["tokens"]
+        text = Text(fields["name"], fields["sha256"], fields["size"], tokens, tokenizer, cut=cut)
         text.split()  # or the manifest is damaged
         return text
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise TextError(f"cannot read the prepared text {str(folder)!r}: {error}; prepare it again") from None
 
 
-def _mapped(path: Path, dtype: str) -> Tensor:
-    return torch.from_numpy(numpy.memmap(path, dtype, mode="c"))
-
-
 def prepare(
-    spec: str | os.PathLike | None,
-    out: str | os.PathLike,
-    *,
-    tokenizer: str | os.PathLike | Tokenizer | None = None,
-    on_bytes: Callable[[int], object] = lambda size: None,
+    spec: str | os.PathLike | None, out: str | os.PathLike, *, tokenizer: str | os.PathLike | Tokenizer | None = None
 ) -> Text:
     """Read a text, encode it, and keep it in the folder `out`. Its end becomes the validation part: 64 MiB, or a tenth
     of a shorter text. What a preparation that fails or is killed leaves is no text, and the next one writes over it.
 
     spec: as for `stream`: files may have any size, and a dataset is read to its end unless its "bytes" says how much.
     out: a new or empty folder. tokenizer: as for load_any; "bpe:4096" is trained on the first 80 MB, or four fifths of
-    a shorter text. on_bytes: called time after time with the number of bytes that were encoded so far.
+    a shorter text. On stderr, where that is a terminal, a bar says how much was read.
 
     TextError for a text that can't be read or is too short. InputError for an `out` that is not empty, can't be written
     or lies in the text's folder."""
     if spec is not None and is_prepared(spec):
         raise InputError(f"{spec!s:.200} is a prepared text already; accepted: the text it was made from")
-    out, (name, files, origin), wanted = Path(out), stream(spec), tokenizers.named(tokenizer)
+    out, (name, files), wanted = Path(out), stream(spec), tokenizers.named(tokenizer)
     check_apart(out, spec)
     try:
         with locked_folder(out, "preparation"):
@@ -351,42 +332,41 @@ def prepare(
             if there and not (UNFINISHED in there and there <= {UNFINISHED, TOKENIZER, MANIFEST}):
                 raise InputError(f"out is {str(out)!r}, which holds {min(there)!r}; accepted: a new or empty folder")
             documents = filter(None, chain.from_iterable(files))
-            fields, content = _encode(name, documents, out / UNFINISHED, wanted, on_bytes)
+            fields, content = _encode(name, documents, out / UNFINISHED, wanted)
             (out / TOKENIZER).write_text(content, encoding="utf-8")
-            (out / MANIFEST).write_text(json.dumps({**fields, "source": origin}, indent=1) + "\n", encoding="utf-8")
+            (out / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
             os.replace(out / UNFINISHED, out / TOKENS)
     except OSError as error:
         raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
     return load_prepared(out)
 
 
-def _encode(name: str, documents: Iterable[bytes], path: Path, wanted: Tokenizer | int, on_bytes) -> tuple[dict, str]:
-    """Write the tokens of documents, or of pieces of them, to `path`; return the manifest, without the source, and what
-    the tokenizer's file holds."""
+def _encode(name: str, documents: Iterable[bytes], path: Path, wanted: Tokenizer | int) -> tuple[dict, str]:
+    """Write the tokens of documents, or of pieces of them, to `path`; return the manifest, and what the tokenizer's
+    file holds."""
     if isinstance(wanted, int):
         first = next(_batches(documents, SAMPLE), [])
         sums = [*accumulate(map(len, first))]
         # Even if these are all documents, so many belong to the training part.
-        some = [document for document, end in zip(first, sums, strict=True) if end <= 0.8 * sums[-1]] or first[:1]
+        some = [document for document, end in zip(first, sums) if end <= 0.8 * sums[-1]] or first[:1]
         wanted = tokenizers.train(of_pieces(f"the beginning of {name}", some), wanted)
         documents = chain(first, documents)
-    digest, size, count, tokens = hashlib.sha256(), 0, 0, torch.empty(0)
-    with open(path, "wb") as file:
+    digest, size, count = hashlib.sha256(), 0, 0
+    with open(path, "wb") as file, tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
         for chunk in _batches(documents, CHUNK):
             raw, starts = bytearray().join(chunk), accumulate(map(len, chunk[:-1]), initial=0)
             tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), tuple(starts))
             file.write(tokens.numpy().tobytes())
             digest.update(raw)
-            count += len(tokens)
-            on_bytes(size := size + len(raw))
+            size, count = size + len(raw), count + len(tokens)
+            bar.update(len(raw))
     held_out = round(min(0.1, HELD_OUT / max(1, size)) * count)
     if not held_out:
         raise TextError(f"{name} has {size} bytes; a tenth of them is held out: give a longer text")
-    kind = str(tokens.dtype).removeprefix("torch.")
-    last = _mapped(path, kind)[-held_out:].long()
+    last = torch.from_numpy(numpy.memmap(path, wanted.dtype, mode="c")[-held_out:]).long()
     cut = {"bytes": size - int(wanted.lengths[last].sum()), "tokens": count - held_out}
-    fields = {"format": FORMAT, "name": name, "sha256": digest.hexdigest(), "size": size, "dtype": kind}
-    return {**fields, "count": count, "tokenizer": wanted.sha256, "cut": cut}, wanted.content
+    fields = {"format": FORMAT, "name": name, "sha256": digest.hexdigest(), "size": size, "count": count}
+    return {**fields, "tokenizer": wanted.sha256, "cut": cut}, wanted.content
 
 
 def _batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 CHUNK = 2**16  # bytes: a long file is encoded in pieces of about this size, cut at ends of lines
 _BATCH = 128  # pieces handed to the library at a time
-_LARGEST = 2**28  # bytes of a tokenizer's file; usual ones have a few million
-_MOST = 2**22  # token numbers; usual tokenizers have up to a million
+_LARGEST, _MOST = 2**28, 2**22  # bytes of a tokenizer's file, and token numbers; usual ones have up to a few million
 
 
 class Tokenizer:
     """A reader of text as bytes, token number = byte value. Two are equal if their files are.
 
-    name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are. content: what its
-    file holds, JSON; sha256: of that, None for bytes. lengths: the bytes that each token stands for, int32 [vocabulary]
-    on the CPU."""
+    name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are, which are kept as
+    `dtype`. content: what its file holds, JSON; sha256: of that, None for bytes. lengths: the bytes that each token
+    stands for, int32 [vocabulary] on the CPU."""
 
     name = unit = "bytes"
     vocabulary = 256
+    dtype: type = np.uint8
     content = bytes_tokenizer()
     sha256: str | None = None
     lengths = torch.ones(256, dtype=torch.int32, device="cpu")
@@ -53,7 +53,7 @@ class Tokenizer:
         return tokens.to(torch.uint8).cpu().numpy().tobytes()
 
     def describe(self) -> dict:
-        """Return what a record keeps: name, SHA-256, size of the vocabulary."""
+        """Return what a record keeps of it."""
         return {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
 
     def save(self, path: str | os.PathLike) -> Path:
@@ -87,13 +87,13 @@ class BPE(Tokenizer):
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise TextError(f"{name!r:.200} is no tokenizer of the tokenizers library: {error!s:.300}") from None
-        self.name, self.content = name, content
-        self.sha256 = hashlib.sha256(content.encode()).hexdigest()
+        self.name, self.content, self.sha256 = name, content, hashlib.sha256(content.encode()).hexdigest()
         own = self._tokenizer.get_vocab(with_added_tokens=False)
         added = self._tokenizer.get_added_tokens_decoder()
         self.vocabulary = max([*own.values(), *added], default=-1) + 1  # some files skip numbers
         if not 1 <= self.vocabulary <= _MOST:
             raise TextError(f"{name} has {self.vocabulary} token numbers; accepted: from 1 to {_MOST}")
+        self.dtype = np.int16 if self.vocabulary <= 2**15 else np.int32
         byte_of = {character: byte for byte, character in enumerate(alphabet())}
         self._bytes = [b""] * self.vocabulary  # of each token, by its number
         for token, number in own.items():
@@ -109,14 +109,14 @@ class BPE(Tokenizer):
 
         No token reaches from one file, or one piece of a long file (see `pieces`), into the next. Each byte that is no
         UTF-8 becomes a token of its own. TextError for a tokenizer whose tokens do not stand for every byte."""
-        kind, raw = np.int16 if self.vocabulary <= 2**15 else np.int32, data.cpu().numpy().tobytes()
-        parts, tokens = [*_strings(raw, starts)], [np.empty(0, kind)]
+        raw, tokens = data.cpu().numpy().tobytes(), [np.empty(0, self.dtype)]
+        parts = [*_strings(raw, starts)]
         for at in range(0, len(parts), _BATCH):
             batch = parts[at : at + _BATCH]
             texts = [part for part in batch if isinstance(part, str)]
             encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-            for part in batch:
-                tokens.append(np.array(next(encoded).ids if isinstance(part, str) else self._of_bytes(part), kind))
+            ids = (next(encoded).ids if isinstance(part, str) else self._of_bytes(part) for part in batch)
+            tokens += [np.array(numbers, self.dtype) for numbers in ids]
         whole = torch.from_numpy(np.concatenate(tokens))
         if (bytes_read := self.lengths[whole.long()].sum().item()) != len(raw):
             raise TextError(
@@ -151,7 +151,7 @@ def train(text: Text, vocabulary: int) -> BPE:
 
 
 def load(path: str | os.PathLike) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json of the tokenizers library. TextError for any other file."""
+    """Return the tokenizer that a tokenizer.json holds. TextError for any other file."""
     try:
         content = read_file(path, _LARGEST)
         fields = json.loads(content)
@@ -163,7 +163,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
 
 
 def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
-    """Return the tokenizer that a command line or a config means (see prepared.load_any), or the vocabulary of one that
+    """Return the tokenizer that a command line or a config means (see source.load_any), or the vocabulary of one that
     is yet to be trained. InputError for a vocabulary that is no whole number from 256 to 2**20."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
