@@ -45,12 +45,12 @@ def model_and_windows(name: str, text: str | None, count: int = 1, *, tokens: in
     text. A model of transformers reads the text with its own tokenizer, in windows of 512 tokens at most; ours with the
     one that training saved in its folder, or as bytes."""
     from ..training import checkpoint
-    from ..training.text.source import is_prepared, load_any, spread_windows
+    from ..training.text.source import is_prepared, load, spread_windows
 
     if count < 1:
         raise InputError(f"--windows is {count}; accepted: 1 or more")
     model, tokenizer, own = opened(name)
-    whole = load_any(text, tokenizer=tokenizer if own else None)
+    whole = load(text, tokenizer=tokenizer if own else None)
     trained = own and Path(name, checkpoint.STATE).is_file()
     trained_on = checkpoint.load(name)["text"].get("sha256") if trained else None
     seen = text is None or is_prepared(text) or whole.sha256 == trained_on

@@ -39,7 +39,7 @@ from . import checkpoint, parallel
 from .config import TrainConfig, TrainResult, learning_rate
 from .objective import Objective, Silence, bits_per_byte, eval_batch, l1_coefficient
 from .parallel import World
-from .text.source import check_enough, load_any, random_windows, spread_windows
+from .text.source import check_enough, load, random_windows, spread_windows
 from .text.tokenizer import tokenizer_of
 
 RESIDENT = 2**31  # bytes of tokens that are copied to the device; more stay where they are
@@ -97,13 +97,15 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     # A resumed run reads the text through the tokenizer it began with: one trained again might differ.
     if state is not None and (own := Path(resume, checkpoint.TOKENIZER)).is_file():
         tokenizer = own
-    text = load_any(config.text, tokenizer=tokenizer)
+    text = load(config.text, tokenizer=tokenizer)
     training, validation = text.split()
     check_enough(training, validation, config.batch, config.context)
     described = {**text.describe(), "path": checkpoint.lasting(config.text), "training_size": training.size}
     if state is not None:
         checkpoint.check_same(state, config, described)
-    run = Run(config, initial_model(config, text.vocabulary) if model is None else model, training.tokens, world)
+    run = Run(
+        config, initial_model(config, text.tokenizer.vocabulary) if model is None else model, training.tokens, world
+    )
     if state is not None:
         run.restore(state)
     goes_on = resume is not None and (out is None or os.path.realpath(out) == os.path.realpath(resume))
@@ -181,7 +183,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             if stop and not last:
                 break
     # Dense layers and whole weights, without hooks and compiled parts: another model, with the weights of this one.
-    model = initial_model(config, text.vocabulary)
+    model = initial_model(config, text.tokenizer.vocabulary)
     model.load_state_dict(run.weights())
     model.to(world.device).eval()
     if out is not None:

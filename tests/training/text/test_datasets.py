@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 import pytest
 
 from twell_lab.core import InputError, StackError, TextError
-from twell_lab.training.text.source import load_any
+from twell_lab.training.text.source import load
 
 DOCUMENTS = ["First, Straße.", "second\nwith two lines\n", "", "third"]
 JOINED = "First, Straße.\n\nsecond\nwith two lines\n\n\nthird\n\n".encode()
@@ -33,7 +33,7 @@ def folder(request, tmp_path, library):
 
 
 def from_hub(dataset, **parts):
-    return load_any(f"hf:{dataset}?{urlencode(parts)}" if parts else f"hf:{dataset}")
+    return load(f"hf:{dataset}?{urlencode(parts)}" if parts else f"hf:{dataset}")
 
 
 def test_a_folder_is_its_documents_in_order(folder):
@@ -67,7 +67,7 @@ def test_no_more_is_read_than_asked_for(folder):
 )
 def test_wrong_names_are_refused(spec, words):
     with pytest.raises(InputError, match=words):
-        load_any(spec)
+        load(spec)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
     whole = source.load(folder)
     text = source.prepare(folder, tmp_path / "out", tokenizer=tokenizer)
     assert bytes_of(text) == (raw := whole.tokens.numpy().tobytes())
-    assert text.describe() == source.load_any(whole, tokenizer=text.tokenizer).describe()
-    assert torch.equal(text.tokens, source.load_any(whole, tokenizer=text.tokenizer).tokens)
+    assert text.describe() == source.load(whole, tokenizer=text.tokenizer).describe()
+    assert torch.equal(text.tokens, source.load(whole, tokenizer=text.tokenizer).tokens)
     maps = Path("/proc/self/maps")
     assert not maps.exists() or str(tmp_path / "out" / "tokens.bin") in maps.read_text()  # mapped, not read
     training, validation = text.split()
@@ -87,7 +87,7 @@ def test_long_files_come_in_pieces_that_the_encoder_would_make_itself(tmp_path, 
     lines = b"".join(b"line %d of a long file, caf\xc3\xa9\n" % number for number in range(600))
     (tmp_path / "long.txt").write_bytes(lines + b"x" * 5000 + b"\xe2\x82\xac" * 1500)
     text = source.prepare(tmp_path / "long.txt", tmp_path / "out", tokenizer="bpe:300")
-    whole = source.load_any(tmp_path / "long.txt", tokenizer=text.tokenizer)
+    whole = source.load(tmp_path / "long.txt", tokenizer=text.tokenizer)
     assert torch.equal(text.tokens, whole.tokens) and text.sha256 == whole.sha256
     (tmp_path / "binary").write_bytes(b"a" * 5000 + b"\0")
     with pytest.raises(TextError, match="binary has 0 bytes"):
@@ -123,11 +123,11 @@ def test_a_model_trains_on_it_and_goes_on(folder, tmp_path, monkeypatch):
 def test_a_tokenizer_must_be_the_one_it_was_prepared_with(folder, tmp_path):
     pytest.importorskip("tokenizers")
     text = source.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
-    for same in (None, f"bpe:{text.vocabulary}", text.tokenizer, tmp_path / "out" / "tokenizer.json"):
-        assert source.load_any(tmp_path / "out", tokenizer=same).tokenizer == text.tokenizer
+    for same in (None, f"bpe:{text.tokenizer.vocabulary}", text.tokenizer, tmp_path / "out" / "tokenizer.json"):
+        assert source.load(tmp_path / "out", tokenizer=same).tokenizer == text.tokenizer
     for other in ("bytes", "bpe:999", BYTES):
         with pytest.raises(InputError, match="the text 'poems' was prepared with another of"):
-            source.load_any(tmp_path / "out", tokenizer=other)
+            source.load(tmp_path / "out", tokenizer=other)
 
 
 def test_a_folder_in_use_and_a_text_that_is_prepared_are_refused(folder, tmp_path):
@@ -190,7 +190,7 @@ def test_what_is_damaged_is_named(folder, tmp_path, damage):
         changed = {"another format": {"format": 2}, "another tokenizer": {"tokenizer": "0" * 64}}.get(damage, {})
         manifest.write_text({"no json": "{", "a list": "[]"}.get(damage) or json.dumps(fields | changed))
     with pytest.raises(TextError, match=str(out)):
-        source.load_any(out)
+        source.load(out)
 
 
 def test_the_command(folder, tmp_path, capsys):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from twell_lab.core import InputError, StackError, TextError
 from twell_lab.training.text import source, tokenizer
-from twell_lab.training.text.source import BYTES, load_any
+from twell_lab.training.text.source import BYTES, load
 from twell_lab.training.text.tokenizer import BPE
 
 WORDS = b"the quick brown fox jumps over the lazy dog\n"
@@ -38,15 +38,14 @@ def trained(library_text):
 
 def test_bytes_are_their_own_tokens(tmp_path):
     sample = of(bytes(range(256)))
-    assert sample.vocabulary == 256
     assert BYTES.decode(sample.tokens) == bytes(range(256)) and BYTES.lengths.tolist() == [1] * 256
     assert sample.describe() == {"name": "made up", "sha256": sample.sha256, "size": 256}
     assert tokenizer.load(BYTES.save(tmp_path / "tokenizer.json")) == BYTES
 
 
 def test_a_trained_tokenizer_has_the_size_asked_for_and_shortens_the_text(trained, library_text):
-    read = load_any(library_text, tokenizer=trained)
-    assert trained.vocabulary == read.vocabulary == 600 and read.tokens.dtype == torch.int16
+    read = load(library_text, tokenizer=trained)
+    assert trained.vocabulary == read.tokenizer.vocabulary == 600 and read.tokens.dtype == torch.int16
     assert 1.5 < read.size / len(read.tokens) < 4 and read.tokens.max() < 600 and read.tokens.min() >= 0
     assert trained.decode(read.tokens) == library_text.tokens.numpy().tobytes()
     assert trained.lengths[read.tokens.long()].sum() == library_text.size and trained.lengths.min() == 1
@@ -55,11 +54,11 @@ def test_a_trained_tokenizer_has_the_size_asked_for_and_shortens_the_text(traine
 
 
 def test_a_tokenizer_comes_back_from_disk_and_from_a_copy(trained, library_text, tmp_path):
-    tokens = load_any(library_text, tokenizer=trained).tokens
+    tokens = load(library_text, tokenizer=trained).tokens
     loaded = tokenizer.load(trained.save(tmp_path / "tokenizer.json"))
     assert loaded == trained and loaded.sha256 == trained.sha256
     for other in (loaded, copy.deepcopy(trained)):
-        assert torch.equal(load_any(library_text, tokenizer=other).tokens, tokens)
+        assert torch.equal(load(library_text, tokenizer=other).tokens, tokens)
     assert list(tmp_path.iterdir()) == [tmp_path / "tokenizer.json"]
 
 
@@ -88,22 +87,22 @@ def test_long_files_are_cut_without_loss(trained, monkeypatch, content):
     assert all(len(piece) <= 2 * 64 for piece in tokenizer.pieces(io.BytesIO(content)))
 
 
-def test_load_any_takes_what_a_command_line_says(trained, tmp_path):
+def test_load_takes_what_a_command_line_says(trained, tmp_path):
     (tmp_path / "some.txt").write_bytes(WORDS * 50)
     path = str(tmp_path / "some.txt")
-    assert load_any(path).tokenizer == BYTES and load_any(path, tokenizer="bytes").size == len(WORDS) * 50
-    whole = load_any(path, tokenizer="bpe:280")
-    assert whole.vocabulary == 280 and whole.tokenizer == tokenizer.train(source.load(path).split()[0], 280)
+    assert load(path).tokenizer == BYTES and load(path, tokenizer="bytes").size == len(WORDS) * 50
+    whole = load(path, tokenizer="bpe:280")
+    assert whole.tokenizer.vocabulary == 280 and whole.tokenizer == tokenizer.train(source.load(path).split()[0], 280)
     saved = trained.save(tmp_path / "tokenizer.json")
     for given_as in (saved, str(saved), trained):
-        assert load_any(path, tokenizer=given_as).tokenizer == trained
-    assert load_any(whole) is whole
+        assert load(path, tokenizer=given_as).tokenizer == trained
+    assert load(whole) is whole
 
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:many", "bpe:255", "bpe:1048577", "nowhere.json"])
 def test_wrong_tokenizers_are_refused_by_name(trained, name):
     with pytest.raises(TextError if "nowhere" in name else InputError, match=name):
-        load_any(of(WORDS), tokenizer=name)
+        load(of(WORDS), tokenizer=name)
 
 
 def test_files_that_hold_no_tokenizer_are_refused(trained, tmp_path):
@@ -124,7 +123,7 @@ def test_a_tokenizer_that_loses_something_is_refused(trained):
 
 def test_without_the_library_bytes_still_work_and_a_bpe_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert load_any(of(WORDS), tokenizer="bytes").tokens.numel() == len(WORDS)
-    for refused in (lambda: load_any(of(WORDS), tokenizer="bpe:300"), lambda: BPE("{}")):
+    assert load(of(WORDS), tokenizer="bytes").tokens.numel() == len(WORDS)
+    for refused in (lambda: load(of(WORDS), tokenizer="bpe:300"), lambda: BPE("{}")):
         with pytest.raises(StackError, match="pip install tokenizers"):
             refused()

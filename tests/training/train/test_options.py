@@ -26,7 +26,7 @@ from twell_lab.training import loop as running
 from twell_lab.training import objective
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy, l1_coefficient
-from twell_lab.training.text.source import load_any, random_windows, spread_windows
+from twell_lab.training.text.source import load, random_windows, spread_windows
 
 PLAIN = dict(activation="relu2", gated=False)
 
@@ -223,7 +223,7 @@ def test_bits_per_byte_count_the_bytes_that_were_predicted(tiny, some_text):
     """Not those of the whole held-out text: few windows may hold longer tokens, or shorter ones."""
     pytest.importorskip("tokenizers")
     config = tiny(tokenizer="bpe:600", eval_windows=3)
-    whole = load_any(some_text, tokenizer="bpe:600")
+    whole = load(some_text, tokenizer="bpe:600")
     held_out, lengths = whole.split()[1], whole.tokenizer.lengths
     windows = spread_windows(held_out.tokens, 3, 16)
     model = initial_model(config, 600)

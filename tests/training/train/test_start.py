@@ -14,7 +14,7 @@ from twell_lab.core import InputError, StackError
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint
 from twell_lab.training.loop import train
-from twell_lab.training.text.source import load_any
+from twell_lab.training.text.source import load
 
 SIZES = {"d_model": 128, "layers": 4, "heads": 4, "d_ff": 512}  # the defaults: given to no model that is there
 
@@ -29,7 +29,7 @@ def own(tiny, tmp_path_factory):
 def llama(some_text, tmp_path_factory):
     """Makes the folder of a Llama of transformers with grouped heads, tied embeddings and a BPE of 300."""
     transformers = pytest.importorskip("transformers")
-    tokenizer = load_any(some_text, tokenizer="bpe:300").tokenizer
+    tokenizer = load(some_text, tokenizer="bpe:300").tokenizer
 
     def make(act="relu", vocabulary=310, **changes):
         torch.manual_seed(0)

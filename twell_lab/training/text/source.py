@@ -1,8 +1,7 @@
 """The text a model trains on: its bytes or tokens, with a checksum, and a held-out part; in memory, or prepared.
 
-The default text is the source of Python's own standard library (PSF licence), which is on every machine that runs this;
-it differs by Python version, so its SHA-256 goes into every record. A dataset of Hugging Face needs the `datasets`
-library, an optional package, and a network. The paper (arXiv 2603.23198) trains on a deduplicated fineweb-edu;
+The default text is the source of Python's own standard library (PSF licence), which differs by Python version: its
+SHA-256 goes into every record. The paper (arXiv 2603.23198) trains on a deduplicated fineweb-edu;
 "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original.
 
 A text of any length is prepared once: documents are read, encoded and written one after the other, long files in
@@ -39,16 +38,13 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 LARGEST = 2**30  # bytes of a text, which is held in memory as a whole; a home folder given by mistake is refused
 MOST_BYTES = 100_000_000  # of a dataset, unless said otherwise: a few minutes of a good connection
-SEPARATOR = b"\n\n"  # after each document of a dataset: shows the model where one ends
-_PARTS = ("subset", "split", "column", "bytes", "revision")  # that a dataset's name may have
 TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
-
-MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
-UNFINISHED = f"{TOKENS}.part"
-FORMAT = 1
 HELD_OUT = 64 * 2**20  # bytes of a prepared text for validation; a tenth of a shorter one
 SAMPLE = 100_000_000  # bytes at its beginning; a BPE is trained on the first four fifths of them
 CHUNK = 16 * 2**20  # bytes of it that are encoded at a time
+
+MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
+UNFINISHED, FORMAT = f"{TOKENS}.part", 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +64,6 @@ class Text:
     starts: tuple[int, ...] = (0,)
     cut: tuple[int, int] | None = None
 
-    @property
-    def vocabulary(self) -> int:
-        """Return how many token numbers there are: the model's vocabulary."""
-        return self.tokenizer.vocabulary
-
     def describe(self) -> dict:
         """Return what a record keeps: name, SHA-256, size, and the tokenizer unless it is bytes."""
         fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
@@ -88,11 +79,9 @@ class Text:
         size, count = self.cut or (self._end(fraction),) * 2
         inside = tuple(start for start in self.starts if start < count)
         beyond = (0, *(start - count for start in self.starts if start > count))
-        of_training, rest = f"{self.name}, training part", f"{self.name}, validation part"
-        return (
-            replace(self, name=of_training, size=size, tokens=self.tokens[:count], starts=inside, cut=None),
-            replace(self, name=rest, size=self.size - size, tokens=self.tokens[count:], starts=beyond, cut=None),
-        )
+        first = replace(self, size=size, tokens=self.tokens[:count], starts=inside, cut=None)
+        rest = replace(self, size=self.size - size, tokens=self.tokens[count:], starts=beyond, cut=None)
+        return replace(first, name=f"{self.name}, training part"), replace(rest, name=f"{self.name}, validation part")
 
     def _end(self, fraction: float) -> int:
         if self.size < 2:
@@ -104,24 +93,27 @@ class Text:
         return min(fitting, key=lambda start: abs(start - wanted), default=first + max(nearby.find(b"\n"), 0))
 
 
-def load_any(spec: str | os.PathLike | Text | None, *, tokenizer: str | os.PathLike | Tokenizer | None = None) -> Text:
+def load(
+    spec: str | os.PathLike | Text | None = None, *, tokenizer: str | os.PathLike | Tokenizer | None = None
+) -> Text:
     """Return the text that a command line or a config names, read through a tokenizer.
 
-    spec: as for `stream`, a folder that `prepare` made, or a text. tokenizer: None (that of the text, or bytes),
-    "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the training part of the text), a path of a tokenizer's
-    JSON, or a tokenizer. TextError for what can't be read, StackError for an optional package that is missing, and
-    InputError for a wrong vocabulary, and another tokenizer than the one that a text was prepared with."""
+    spec: as for `stream`, of which at most 1 GiB is held in memory; a folder that `prepare` made; or a text. tokenizer:
+    None (that of the text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the training part of
+    the text), a path of a tokenizer's JSON, or a tokenizer. TextError for what can't be read, holds no text or is too
+    long, StackError for an optional package that is missing, and InputError for a wrong vocabulary, another tokenizer
+    than the one that a text was prepared with, and a dataset of which more than 1 GiB is asked for."""
     if isinstance(spec, Text):
         text = spec
     else:
-        text = load_prepared(spec) if spec is not None and is_prepared(spec) else load(spec)
+        text = load_prepared(spec) if spec is not None and is_prepared(spec) else _read(spec)
     wanted = text.tokenizer if tokenizer is None else tokenizers.named(tokenizer)
-    if wanted in (text.tokenizer, text.vocabulary):
+    if wanted in (text.tokenizer, text.tokenizer.vocabulary):
         return text
     if text.cut is not None:
         raise InputError(
             f"tokenizer is {getattr(tokenizer, 'name', tokenizer)!r}, and the text {text.name!r} was prepared with "
-            f"another of {text.vocabulary}; accepted: that one, or a text that is not prepared"
+            f"another of {text.tokenizer.vocabulary}; accepted: that one, or a text that is not prepared"
         )
     parts = text.split()
     own = tokenizers.train(parts[0], wanted) if isinstance(wanted, int) else wanted
@@ -130,9 +122,7 @@ def load_any(spec: str | os.PathLike | Text | None, *, tokenizer: str | os.PathL
     return replace(text, tokens=torch.cat([first, rest]), tokenizer=own, starts=(0,), cut=cut)
 
 
-def load(spec: str | os.PathLike | None = None) -> Text:
-    """Return the text of `stream`, read as bytes into memory. TextError also for more than 1 GiB, and for what holds no
-    text; InputError for a dataset of which more than that is asked for."""
+def _read(spec: str | os.PathLike | None) -> Text:
     name, files = stream(spec, MOST_BYTES)
     contents, size = [], 0
     for file in files:
@@ -150,7 +140,7 @@ def load(spec: str | os.PathLike | None = None) -> Text:
 
 def standard_library() -> Text:
     """Return the source of this Python's standard library, without tests and installed packages (about 10 MB)."""
-    return load(None)
+    return load()
 
 
 def of_pieces(name: str, files: list[bytes]) -> Text:
@@ -234,12 +224,17 @@ def _dataset(spec: str, most: int | None) -> tuple[str, Iterable[Iterable[bytes]
     try:
         asked = dict(parse_qsl(rest, keep_blank_values=True, strict_parsing=bool(rest)))
         size = int(float(asked["bytes"])) if "bytes" in asked else most
-        if not dataset or not asked.keys() <= {*_PARTS} or size is not None and size < 1:
+        if (
+            not dataset
+            or asked.keys() - {"subset", "split", "column", "bytes", "revision"}
+            or size is not None
+            and size < 1
+        ):
             raise ValueError
     except (ValueError, OverflowError):
         raise InputError(
-            f"{spec!r} names no text; accepted: hf:owner/name, then ? and {', '.join(_PARTS)}, each with = and a value "
-            "(of bytes a number from 1 up, such as 100e6), & between them"
+            f"{spec!r} names no text; accepted: hf:owner/name, then ? and subset, split, column, bytes, revision, each "
+            "with = and a value (of bytes a number from 1 up, such as 100e6), & between them"
         ) from None
     if most is not None and size is not None and size > LARGEST:
         raise InputError(f"bytes is more than {LARGEST} in {spec!r}; more is for twell-lab prepare")
@@ -262,16 +257,15 @@ def _rows_of(path: str) -> Iterator[dict]:
 
 
 def _documents(what: str, rows: Iterable[dict], column: str, most: int | None = None) -> Iterator[list[bytes]]:
-    """Yield the text in a column of each row that has some, and an empty line, up to `most` bytes in all. TextError,
-    naming `what` is read, for another column, and for what reading it raises."""
+    """Yield the text in a column of each row that has some, and an empty line, up to `most` bytes in all."""
     size = 0
     try:
         for row in rows:
             if column not in row or not isinstance(row[column], str | None):
                 raise TextError(f"{what} has no text in {column!r}; accepted: one of {', '.join(map(repr, row))}")
             if row[column]:
-                piece = row[column].encode("utf-8", "surrogatepass") + SEPARATOR
-                piece = piece[: None if most is None else most - size]
+                document = row[column].encode("utf-8", "surrogatepass") + b"\n\n"  # shows the model where it ends
+                piece = document[: None if most is None else most - size]
                 size += len(piece)
                 yield [piece]
             if size == most:
@@ -317,7 +311,7 @@ def prepare(
     of a shorter text. What a preparation that fails or is killed leaves is no text, and the next one writes over it.
 
     spec: as for `stream`: files may have any size, and a dataset is read to its end unless its "bytes" says how much.
-    out: a new or empty folder. tokenizer: as for load_any; "bpe:4096" is trained on the first 80 MB, or four fifths of
+    out: a new or empty folder. tokenizer: as for load; "bpe:4096" is trained on the first 80 MB, or four fifths of
     a shorter text. On stderr, where that is a terminal, a bar says how much was read.
 
     TextError for a text that can't be read or is too short. InputError for an `out` that is not empty, can't be written
@@ -411,19 +405,14 @@ def check_enough(training: Text, validation: Text, batch: int, context: int) -> 
 def random_windows(data: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
     """Return `count` windows that begin anywhere in `data`, bytes or tokens [n]: int64 [count, context + 1] on its
     device. generator: draws the positions on the CPU, the same for every device."""
-    return _windows(data, torch.randint(data.numel() - context, (count, 1), generator=generator), context)
+    starts = torch.randint(data.numel() - context, (count,), generator=generator)
+    if data.is_cuda:
+        starts = starts.pin_memory().to(data.device, non_blocking=True)  # which does not wait for the device
+    return data.unfold(0, context + 1, 1)[starts].long()
 
 
 def spread_windows(data: Tensor, count: int, context: int) -> Tensor:
     """Return at most `count` windows, evenly spread over `data`, no token predicted twice: int64 [n, context + 1]."""
-    whole = (data.numel() - 1) // context
-    count = min(count, whole)
-    picked = torch.arange(count)[:, None] * whole // count
-    return _windows(data, picked * context, context)
-
-
-def _windows(data: Tensor, starts: Tensor, context: int) -> Tensor:
-    if data.is_cuda:
-        starts = starts.pin_memory()  # so that the copy does not wait for the device
-    starts = starts.to(data.device, non_blocking=True)
-    return data[starts + torch.arange(context + 1, device=data.device)].long()
+    whole = (len(data) - 1) // context
+    starts = torch.arange(min(count, whole)) * whole // min(count, whole or 1) * context
+    return data[starts[:, None] + torch.arange(context + 1)].long()

@@ -163,7 +163,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
 
 
 def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
-    """Return the tokenizer that a command line or a config means (see source.load_any), or the vocabulary of one that
+    """Return the tokenizer that a command line or a config means (see source.load), or the vocabulary of one that
     is yet to be trained. InputError for a vocabulary that is no whole number from 256 to 2**20."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
