@@ -25,7 +25,7 @@ FLOAT32, BFLOAT16 = 1e-3, 2e-2
 @pytest.fixture(scope="module")
 def tiny():
     library = standard_library()
-    text = dataclasses.replace(library, tokens=library.tokens[:1_000_000], size=1_000_000, starts=(0,))
+    text = dataclasses.replace(library, tokens=library.tokens[:1_000_000], size=1_000_000, starts=(0,), cut=None)
     base = TrainConfig(
         steps=24,
         batch=16,

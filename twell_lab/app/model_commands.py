@@ -105,7 +105,7 @@ def sample(
     if not own and prompt != prompt.encode("utf-8", "ignore").decode():
         raise InputError(f"--prompt is {prompt!r:.80}, which is not UTF-8; accepted: text, by this model's tokenizer")
     if own:
-        ids = tokenizer.encode(torch.tensor([*prompt.encode("utf-8", "surrogateescape")], dtype=torch.uint8)).long()
+        ids = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")]).long()
     else:
         ids = tokenizer(prompt, return_tensors="pt").input_ids[0]
     if seed is None and temperature:  # the answer names it, so that the text can be had again

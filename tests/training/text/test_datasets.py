@@ -38,9 +38,9 @@ def from_hub(dataset, **parts):
 
 def test_a_folder_is_its_documents_in_order(folder):
     read = from_hub(folder)
-    assert read.tokens.numpy().tobytes() == JOINED and read.starts == (0, 17, 41)
+    assert read.tokens.numpy().tobytes() == JOINED and [*read.starts] == [0, 17, 41]
     assert read.describe() == {
-        "name": f"letters, train, first {len(JOINED)} bytes",
+        "name": "letters, train",
         "sha256": hashlib.sha256(JOINED).hexdigest(),
         "size": len(JOINED),
     }
@@ -52,7 +52,7 @@ def test_no_more_is_read_than_asked_for(folder):
     for size in (1, 17, 20, 41):
         read = from_hub(folder, bytes=size)
         assert read.tokens.numpy().tobytes() == JOINED[:size]
-        assert read.starts == tuple(start for start in (0, 17, 41) if start < size)
+        assert [*read.starts] == [start for start in (0, 17, 41) if start < size]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_connection_that_breaks_says_how_far_it_came(monkeypatch, library):
     with pytest.raises(TextError, match="owner/name.*beyond 12 bytes: ConnectionError: gone"):
         from_hub("owner/name")
     read = from_hub("owner/name", subset="small", bytes=8, revision="v1")
-    assert read.name == "owner/name, small, train, v1, first 8 bytes"
+    assert (read.name, read.size) == ("owner/name, small, train, v1", 8)
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):

@@ -150,18 +150,19 @@ def test_the_coefficient_waits_and_then_climbs(tiny):
 
 def test_the_dead_are_those_that_did_not_fire_within_the_window(tiny, some_text):
     """Counted from gradients in training; here from the activations themselves, with the weights standing still."""
-    config = tiny(**{**DYING, "lr": 1e-30, "steps": 4}, d_ff=512)
+    few = {**DYING, "lr": 1e-30, "batch": 1, "context": 4}
+    config = tiny(**{**few, "steps": 4, "dead_window": 3})
     rows = train(config, progress=False).history
     model, order = initial_model(config), torch.Generator().manual_seed(0)
     fired = []
     for row in rows:
-        windows = random_windows(some_text.split()[0].tokens, 4, 16, order)
+        windows = random_windows(some_text.split()[0].tokens, 1, 4, order)
         with hidden_values(model) as hidden:
             model(windows[:, :-1])
         fired.append([(h != 0).flatten(0, 1).any(0) for h in hidden])
-        assert row["dead_layers"] == [int((~layer).sum()) for layer in fired[-1]]  # 64 tokens a step, a window of 60
+        assert row["dead_layers"] == [int((~layer).sum()) for layer in fired[-1]]  # four tokens a step
     assert any(sum(row["dead_layers"]) for row in rows)
-    both = train(tiny(**{**DYING, "lr": 1e-30, "steps": 2, "dead_window": 128}, d_ff=512), progress=False).history
+    both = train(tiny(**{**few, "steps": 2, "dead_window": 8}), progress=False).history
     silent_in_both = [int((~(a | b)).sum()) for a, b in zip(*fired[:2], strict=True)]
     assert [row["dead_layers"] for row in both] == [[0, 0], silent_in_both]
 
@@ -222,16 +223,16 @@ def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
 def test_bits_per_byte_count_the_bytes_that_were_predicted(tiny, some_text):
     """Not those of the whole held-out text: few windows may hold longer tokens, or shorter ones."""
     pytest.importorskip("tokenizers")
-    config = tiny(tokenizer="bpe:600", eval_windows=3)
+    config = tiny(tokenizer="bpe:600", eval_windows=2)
     whole = load(some_text, tokenizer="bpe:600")
     held_out, lengths = whole.split()[1], whole.tokenizer.lengths
-    windows = spread_windows(held_out.tokens, 3, 16)
+    windows = spread_windows(held_out.tokens, 2, 16)
     model = initial_model(config, 600)
     nats = sum(cross_entropy(model, window[None]).item() * 16 for window in windows)
     pieces = sum(len(whole.tokenizer.decode(window[1:])) for window in windows)
     assert bits_per_byte(model, windows, lengths) == pytest.approx(nats / math.log(2) / pieces, rel=1e-5)
     average = held_out.size / len(held_out.tokens)
-    assert pieces / (3 * 16) != pytest.approx(average, rel=0.02)  # or this text shows nothing
+    assert pieces / (2 * 16) != pytest.approx(average, rel=0.02)  # or this text shows nothing
     trained = train(config, progress=False)
     assert trained.validation_bits_per_byte == bits_per_byte(trained.model, windows, lengths)
 

@@ -64,7 +64,7 @@ def test_a_model_of_ones_own_is_trained_further(tiny, own):
 @pytest.mark.parametrize("kernels", ["off", "sparse"])
 def test_a_llama_is_trained_further_saved_and_resumed_bit_for_bit(tiny, curve, llama, tmp_path, kernels):
     folder, out = llama(), tmp_path / "out"
-    config = further(tiny, folder, kernels=kernels, dead_window=60, steps=12)
+    config = further(tiny, folder, kernels=kernels, dead_window=60, steps=12, lr=2e-2, warmup=2)
     whole = train(config, out=out, progress=False)
     assert whole.history[-1]["ce"] < whole.history[0]["ce"] and whole.text["tokenizer"]["vocabulary"] == 300
     saved, tokens = tl.load(out), torch.arange(20)[None]

@@ -72,7 +72,7 @@ def read(name: str | os.PathLike, device: str = "cpu") -> Own:
         own = tokenizer_of(place, model.config.vocabulary)
 
         def encode(text: str) -> Tensor:
-            return own.encode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).long()
+            return own.encode([text.encode()]).long()
 
         def decode(tokens: Tensor) -> str:
             return own.decode(tokens).decode("utf-8", "replace")

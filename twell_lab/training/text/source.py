@@ -4,24 +4,27 @@ The default text is the source of Python's own standard library (PSF licence), w
 SHA-256 goes into every record. The paper (arXiv 2603.23198) trains on a deduplicated fineweb-edu;
 "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original.
 
-A text of any length is prepared once: documents are read, encoded and written one after the other, long files in
-pieces, into a folder with `tokens.bin`, the token numbers one after the other; `tokenizer.json`; and
-`twell-lab-text.json`, the manifest. Until all of it is written the tokens are called `tokens.bin.part`. Training maps
-them into memory."""
+A text of any length is prepared once: it is read and encoded piece after piece, into a folder with `tokens.bin`, the
+token numbers one after the other; `tokenizer.json`; and `twell-lab-text.json`, the manifest. Until all of it is written
+the tokens are called `tokens.bin.part`. Training maps them into memory."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import os
 import platform
 import sysconfig
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from pathlib import Path
+from typing import IO
 from urllib.parse import parse_qsl
 
 import numpy
@@ -31,17 +34,16 @@ from tqdm import tqdm
 
 from ...core import LOCK, InputError, TextError, TwellError, locked_folder, optional
 from . import tokenizer as tokenizers
-from .tokenizer import BYTES, Tokenizer, pieces
+from .tokenizer import BYTES, Tokenizer
 
 # Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
 
 LARGEST = 2**30  # bytes of a text, which is held in memory as a whole; a home folder given by mistake is refused
 MOST_BYTES = 100_000_000  # of a dataset, unless said otherwise: a few minutes of a good connection
-TRAINING = 0.9  # of a text's bytes; the rest is held out for validation
-HELD_OUT = 64 * 2**20  # bytes of a prepared text for validation; a tenth of a shorter one
+TRAINING, HELD_OUT = 0.9, 64 * 2**20  # share of a text's bytes; what is held out for validation is no more than this
 SAMPLE = 100_000_000  # bytes at its beginning; a BPE is trained on the first four fifths of them
-CHUNK = 16 * 2**20  # bytes of it that are encoded at a time
+PIECE, CHUNK = 2**16, 16 * 2**20  # bytes of a piece, about: a BPE encodes each apart; and of what is encoded at a time
 
 MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
 UNFINISHED, FORMAT = f"{TOKENS}.part", 1
@@ -53,15 +55,15 @@ class Text:
 
     name: for a record; never a path of this machine. sha256, hexadecimal: of the bytes of the whole text, also in a
     part of one; size: how many bytes there are. tokens: integers [n] on the CPU; uint8 [size], the bytes themselves,
-    unless `tokenizer` is another. starts: of bytes, where files begin, ascending. cut: bytes and tokens of the training
-    part, which comes first; None where `split` finds it."""
+    unless `tokenizer` is another. starts: the bytes at which files begin, ascending. cut: bytes and tokens of the
+    training part, which comes first; None in a part."""
 
     name: str
     sha256: str
     size: int
     tokens: Tensor
     tokenizer: Tokenizer = BYTES
-    starts: tuple[int, ...] = (0,)
+    starts: Sequence[int] = (0,)
     cut: tuple[int, int] | None = None
 
     def describe(self) -> dict:
@@ -70,27 +72,27 @@ class Text:
         return fields if self.tokenizer == BYTES else {**fields, "tokenizer": self.tokenizer.describe()}
 
     def split(self, fraction: float = TRAINING) -> tuple[Text, Text]:
-        """Return a training text and the rest, for validation: as `cut` says, or about this fraction of the bytes.
+        """Return a training text and the rest, for validation: a tenth, or 64 MiB of a long text. fraction: another
+        share for training, of bytes.
 
-        The cut falls between two files, so that no validation window continues a file seen in training. Where that
+        The cut falls between two files, so that no validation window continues a file seen in training; unless that
         would make the validation part less than half or more than twice its share (a single file, or one much larger
-        than the others), the cut falls at the end of a line instead, or where no line ends nearby, at exactly that
-        share. TextError where either part would be empty."""
-        size, count = self.cut or (self._end(fraction),) * 2
-        inside = tuple(start for start in self.starts if start < count)
-        beyond = (0, *(start - count for start in self.starts if start > count))
+        than the others). TextError where either part would be empty."""
+        cut = self.cut if fraction == TRAINING else None
+        size, count = cut or (_end(self.starts, self.size, (1 - fraction) * self.size),) * 2
+        if not 0 < count < len(self.tokens):
+            raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
+        inside = [start for start in self.starts if start < size]
+        beyond = [0, *(start - size for start in self.starts if start > size)]
         first = replace(self, size=size, tokens=self.tokens[:count], starts=inside, cut=None)
         rest = replace(self, size=self.size - size, tokens=self.tokens[count:], starts=beyond, cut=None)
         return replace(first, name=f"{self.name}, training part"), replace(rest, name=f"{self.name}, validation part")
 
-    def _end(self, fraction: float) -> int:
-        if self.size < 2:
-            raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
-        wanted, share = fraction * self.size, (1 - fraction) * self.size
-        fitting = [start for start in self.starts if start and share / 2 <= self.size - start <= share * 2]
-        first = min(max(int(wanted), 1), self.size - 1)
-        nearby = self.tokens[first - 1 : min(first + 4096, self.size - 1)].numpy().tobytes()
-        return min(fitting, key=lambda start: abs(start - wanted), default=first + max(nearby.find(b"\n"), 0))
+
+def _end(starts: Sequence[int], size: int, held_out: float) -> int:
+    """Return at which of `size` bytes the validation part begins, which should have about so many."""
+    fitting = [start for start in starts if start and held_out / 2 <= size - start <= held_out * 2]
+    return min(fitting, key=lambda start: abs(size - held_out - start), default=size - max(1, round(held_out)))
 
 
 def load(
@@ -99,43 +101,24 @@ def load(
     """Return the text that a command line or a config names, read through a tokenizer.
 
     spec: as for `stream`, of which at most 1 GiB is held in memory; a folder that `prepare` made; or a text. tokenizer:
-    None (that of the text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on the training part of
-    the text), a path of a tokenizer's JSON, or a tokenizer. TextError for what can't be read, holds no text or is too
-    long, StackError for an optional package that is missing, and InputError for a wrong vocabulary, another tokenizer
-    than the one that a text was prepared with, and a dataset of which more than 1 GiB is asked for."""
-    if isinstance(spec, Text):
-        text = spec
-    else:
-        text = load_prepared(spec) if spec is not None and is_prepared(spec) else _read(spec)
-    wanted = text.tokenizer if tokenizer is None else tokenizers.named(tokenizer)
-    if wanted in (text.tokenizer, text.tokenizer.vocabulary):
+    None (that of the text, or bytes), "bytes", "bpe:4096" (a BPE of that vocabulary, trained on four fifths of the text
+    or of its first 100 MB), a path of a tokenizer's JSON, or a tokenizer. TextError for what can't be read, holds no
+    text or is too long, StackError for an optional package that is missing, and InputError for a wrong vocabulary,
+    another tokenizer than the one that a text was encoded by, and a dataset of which more than 1 GiB is asked for."""
+    wanted = None if tokenizer is None else tokenizers.named(tokenizer)
+    if spec is None or not isinstance(spec, Text) and not is_prepared(spec):
+        return _encode(*stream(spec, MOST_BYTES), wanted or BYTES, most=LARGEST)
+    text = spec if isinstance(spec, Text) else load_prepared(spec)
+    if wanted in (None, text.tokenizer, text.tokenizer.vocabulary):
         return text
-    if text.cut is not None:
+    if text.tokenizer != BYTES:
         raise InputError(
             f"tokenizer is {getattr(tokenizer, 'name', tokenizer)!r}, and the text {text.name!r} was prepared with "
             f"another of {text.tokenizer.vocabulary}; accepted: that one, or a text that is not prepared"
         )
-    parts = text.split()
-    own = tokenizers.train(parts[0], wanted) if isinstance(wanted, int) else wanted
-    first, rest = (own.encode(part.tokens, part.starts) for part in parts)
-    cut = parts[0].size, len(first)
-    return replace(text, tokens=torch.cat([first, rest]), tokenizer=own, starts=(0,), cut=cut)
-
-
-def _read(spec: str | os.PathLike | None) -> Text:
-    name, files = stream(spec, MOST_BYTES)
-    contents, size = [], 0
-    for file in files:
-        if content := b"".join(islice(file, LARGEST // tokenizers.CHUNK + 1)):
-            contents.append(content)
-        if (size := size + len(content)) > LARGEST:
-            raise TextError(
-                f"the text {name!r} has more than {LARGEST} bytes; accepted: at most that, or what twell-lab prepare "
-                "makes of it"
-            )
-    if not contents:
-        raise TextError(f"{os.fspath(spec or '')!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
-    return of_pieces(f"{name}, first {size:,} bytes" if str(spec).startswith("hf:") else name, contents)
+    ends = [*text.starts[1:], text.size]
+    files = (pieces(io.BytesIO(text.tokens[begin:end].numpy())) for begin, end in zip(text.starts, ends))
+    return _encode(text.name, files, wanted, most=LARGEST)
 
 
 def standard_library() -> Text:
@@ -143,12 +126,63 @@ def standard_library() -> Text:
     return load()
 
 
-def of_pieces(name: str, files: list[bytes]) -> Text:
-    """Return the Text of these files, none of which is empty, as bytes."""
-    content = bytearray().join(files)
-    data = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    starts = tuple(accumulate(map(len, files[:-1]), initial=0))
-    return Text(name, hashlib.sha256(content).hexdigest(), len(content), data, starts=starts)
+def of_pieces(name: str, files: Iterable[bytes]) -> Text:
+    """Return the Text of these files as bytes."""
+    return _encode(name, ([file] for file in files), BYTES)
+
+
+def _encode(name: str, files: Iterable[Iterable[bytes]], wanted: Tokenizer | int, path=None, most=None) -> Text:
+    """Read and encode a text, of which each file comes in pieces; with a path, its tokens are written there. wanted: a
+    tokenizer, or the vocabulary of a BPE that is trained here. TextError for more than `most` bytes."""
+    starts, size, digest = array("q"), 0, hashlib.sha256()
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal size
+        for file in files:
+            begin = size
+            for piece in file:
+                digest.update(piece)
+                if (size := size + len(piece)) > (most or size):
+                    made = "accepted: at most that, or what twell-lab prepare makes of it"
+                    raise TextError(f"the text {name!r} has more than {most} bytes; {made}")
+                yield piece
+            if size > begin:
+                starts.append(begin)
+
+    stream: Iterable[bytes] = pieces()
+    if isinstance(wanted, int):
+        first = next(_batches(stream, SAMPLE), [])
+        ends = [*accumulate(map(len, first))]
+        # Even if this is the whole text, so much belongs to its training part.
+        some = [piece for piece, end in zip(first, ends) if end <= 0.8 * ends[-1]] or first[:1]
+        wanted, stream = tokenizers.train(some, wanted, name), chain(first, stream)
+    bar = tqdm(unit="B", unit_scale=True, leave=False, disable=None)
+    with open(path, "wb") if path else nullcontext(io.BytesIO()) as file, bar:
+        for batch in _batches(stream, CHUNK):
+            file.write(wanted.encode(batch).numpy().tobytes())
+            bar.update(sum(map(len, batch)))
+    if not size:
+        raise TextError(f"{name!r} holds no text: it is empty, binary (holds a NUL byte) or hidden")
+    whole = numpy.memmap(path, wanted.dtype, "c") if path else numpy.frombuffer(file.getbuffer(), wanted.dtype)
+    held_out = size - _end(starts, size, min((1 - TRAINING) * size, HELD_OUT))
+    sizes = wanted.lengths.numpy()[whole[-held_out:]][::-1].cumsum()  # of the last token, the last two, ...
+    count = int(numpy.searchsorted(sizes, held_out, side="right"))
+    cut = size - int(sizes[count - 1]) if count else size, len(whole) - count
+    return Text(name, digest.hexdigest(), size, torch.from_numpy(whole), wanted, starts, cut)
+
+
+def _batches(pieces: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
+    """Yield the pieces in lists of at least `size` bytes each, and last what is left."""
+    batch: list[bytes] = []
+    length = 0
+    for piece in pieces:
+        batch.append(piece)
+        length += len(piece)
+        if length >= size:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
 
 
 # ---- reading ----
@@ -206,6 +240,12 @@ def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
         folders[:] = [name for name in folders if name not in skip and name[0] != "."]
         paths += [path for name in names if name[0] != "." and (path := Path(here, name)).is_file()]
     return sorted(paths, key=lambda path: os.fsencode(path.relative_to(folder).as_posix()))
+
+
+def pieces(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield a file in pieces: PIECE bytes, and the rest of the line or as many bytes more."""
+    while piece := file.read(PIECE):
+        yield piece + file.readline(PIECE)
 
 
 def _pieces_of(path: Path) -> Iterator[bytes]:
@@ -293,11 +333,11 @@ def load_prepared(folder: str | os.PathLike) -> Text:
     folder = Path(folder)
     try:
         fields, tokenizer = json.loads((folder / MANIFEST).read_bytes()), tokenizers.load(folder / TOKENIZER)
-        tokens = torch.from_numpy(numpy.memmap(folder / TOKENS, tokenizer.dtype, mode="c"))
+        tokens = torch.from_numpy(numpy.memmap(folder / TOKENS, tokenizer.dtype, "c"))
         if (fields["format"], fields["tokenizer"], fields["count"]) != (FORMAT, tokenizer.sha256, len(tokens)):
             raise ValueError(f"{TOKENS}, {TOKENIZER} or the format is another than {MANIFEST} says")
-        cut = fields["cut"]["bytes"], fields["cut"]["tokens"]
-        text = Text(fields["name"], fields["sha256"], fields["size"], tokens, tokenizer, cut=cut)
+        size, count = fields["cut"]
+        text = Text(fields["name"], fields["sha256"], fields["size"], tokens, tokenizer, cut=(size, count))
         text.split()  # or the manifest is damaged
         return text
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -307,15 +347,13 @@ def load_prepared(folder: str | os.PathLike) -> Text:
 def prepare(
     spec: str | os.PathLike | None, out: str | os.PathLike, *, tokenizer: str | os.PathLike | Tokenizer | None = None
 ) -> Text:
-    """Read a text, encode it, and keep it in the folder `out`. Its end becomes the validation part: 64 MiB, or a tenth
-    of a shorter text. What a preparation that fails or is killed leaves is no text, and the next one writes over it.
+    """Read a text, encode it, and keep it in the folder `out`. What a preparation that fails or is killed leaves is no
+    text, and the next one writes over it.
 
     spec: as for `stream`: files may have any size, and a dataset is read to its end unless its "bytes" says how much.
-    out: a new or empty folder. tokenizer: as for load; "bpe:4096" is trained on the first 80 MB, or four fifths of
-    a shorter text. On stderr, where that is a terminal, a bar says how much was read.
-
-    TextError for a text that can't be read or is too short. InputError for an `out` that is not empty, can't be written
-    or lies in the text's folder."""
+    out: a new or empty folder. tokenizer: as for load. On stderr, where that is a terminal, a bar says how much was
+    read. TextError for a text that can't be read or is too short. InputError for an `out` that is not empty, can't be
+    written or lies in the text's folder."""
     if spec is not None and is_prepared(spec):
         raise InputError(f"{spec!s:.200} is a prepared text already; accepted: the text it was made from")
     out, (name, files), wanted = Path(out), stream(spec), tokenizers.named(tokenizer)
@@ -325,56 +363,17 @@ def prepare(
             there = {path.name for path in out.iterdir()} - {LOCK}
             if there and not (UNFINISHED in there and there <= {UNFINISHED, TOKENIZER, MANIFEST}):
                 raise InputError(f"out is {str(out)!r}, which holds {min(there)!r}; accepted: a new or empty folder")
-            documents = filter(None, chain.from_iterable(files))
-            fields, content = _encode(name, documents, out / UNFINISHED, wanted)
-            (out / TOKENIZER).write_text(content, encoding="utf-8")
+            text = _encode(name, files, wanted, out / UNFINISHED)
+            text.split()  # or it is too short
+            fields = {"format": FORMAT, "name": name, "sha256": text.sha256, "size": text.size, "cut": text.cut}
+            fields |= {"count": len(text.tokens), "tokenizer": text.tokenizer.sha256}
+            (out / TOKENIZER).write_text(text.tokenizer.content, encoding="utf-8")
             (out / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+            del text  # which Windows wants before it renames a file that is mapped into memory
             os.replace(out / UNFINISHED, out / TOKENS)
     except OSError as error:
         raise InputError(f"cannot prepare a text in {str(out)!r}: {error}") from None
     return load_prepared(out)
-
-
-def _encode(name: str, documents: Iterable[bytes], path: Path, wanted: Tokenizer | int) -> tuple[dict, str]:
-    """Write the tokens of documents, or of pieces of them, to `path`; return the manifest, and what the tokenizer's
-    file holds."""
-    if isinstance(wanted, int):
-        first = next(_batches(documents, SAMPLE), [])
-        sums = [*accumulate(map(len, first))]
-        # Even if these are all documents, so many belong to the training part.
-        some = [document for document, end in zip(first, sums) if end <= 0.8 * sums[-1]] or first[:1]
-        wanted = tokenizers.train(of_pieces(f"the beginning of {name}", some), wanted)
-        documents = chain(first, documents)
-    digest, size, count = hashlib.sha256(), 0, 0
-    with open(path, "wb") as file, tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        for chunk in _batches(documents, CHUNK):
-            raw, starts = bytearray().join(chunk), accumulate(map(len, chunk[:-1]), initial=0)
-            tokens = wanted.encode(torch.frombuffer(raw, dtype=torch.uint8), tuple(starts))
-            file.write(tokens.numpy().tobytes())
-            digest.update(raw)
-            size, count = size + len(raw), count + len(tokens)
-            bar.update(len(raw))
-    held_out = round(min(0.1, HELD_OUT / max(1, size)) * count)
-    if not held_out:
-        raise TextError(f"{name} has {size} bytes; a tenth of them is held out: give a longer text")
-    last = torch.from_numpy(numpy.memmap(path, wanted.dtype, mode="c")[-held_out:]).long()
-    cut = {"bytes": size - int(wanted.lengths[last].sum()), "tokens": count - held_out}
-    fields = {"format": FORMAT, "name": name, "sha256": digest.hexdigest(), "size": size, "count": count}
-    return {**fields, "tokenizer": wanted.sha256, "cut": cut}, wanted.content
-
-
-def _batches(documents: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
-    """Yield the documents in lists of at least `size` bytes each, and last what is left."""
-    batch: list[bytes] = []
-    length = 0
-    for document in documents:
-        batch.append(document)
-        length += len(document)
-        if length >= size:
-            yield batch
-            batch, length = [], 0
-    if batch:
-        yield batch
 
 
 # ---- what a run checks, and the windows that it reads ----

@@ -6,13 +6,11 @@ optional package. Tokens stand for different numbers of bytes, so losses are com
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,10 +19,6 @@ from torch import Tensor
 from ...core import InputError, TextError, optional, read_file, write_atomically
 from ...models.llama import alphabet, bytes_tokenizer
 
-if TYPE_CHECKING:
-    from .source import Text
-
-CHUNK = 2**16  # bytes: a long file is encoded in pieces of about this size, cut at ends of lines
 _BATCH = 128  # pieces handed to the library at a time
 _LARGEST, _MOST = 2**28, 2**22  # bytes of a tokenizer's file, and token numbers; usual ones have up to a few million
 
@@ -43,10 +37,9 @@ class Tokenizer:
     sha256: str | None = None
     lengths = torch.ones(256, dtype=torch.int32, device="cpu")
 
-    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
-        """Return the tokens of uint8 `data` [size]: integers [n] on the CPU; bytes are `data` itself, not a copy.
-        starts: where its files begin; no token reaches from one file into the next."""
-        return data
+    def encode(self, pieces: Iterable[bytes]) -> Tensor:
+        """Return the tokens of a text: integers [n] on the CPU. No token reaches from one piece into the next."""
+        return torch.from_numpy(np.frombuffer(bytearray().join(pieces), np.uint8))
 
     def decode(self, tokens: Tensor) -> bytes:
         """Return the bytes that integer `tokens` (any shape, read in order) stand for."""
@@ -104,24 +97,23 @@ class BPE(Tokenizer):
         self._numbers = {piece: number for number, piece in enumerate(self._bytes)}
         self.lengths = torch.tensor([*map(len, self._bytes)], dtype=torch.int32)
 
-    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
-        """Return the tokens of uint8 `data` [size]: int16 for a vocabulary of at most 32,768, else int32; on the CPU.
-
-        No token reaches from one file, or one piece of a long file (see `pieces`), into the next. Each byte that is no
-        UTF-8 becomes a token of its own. TextError for a tokenizer whose tokens do not stand for every byte."""
-        raw, tokens = data.cpu().numpy().tobytes(), [np.empty(0, self.dtype)]
-        parts = [*_strings(raw, starts)]
+    def encode(self, pieces: Iterable[bytes]) -> Tensor:
+        """Return the tokens of a text: int16 [n] for a vocabulary of at most 32,768, else int32; on the CPU. No token
+        reaches from one piece into the next. Each byte that is no UTF-8 becomes a token of its own. TextError for a
+        tokenizer whose tokens do not stand for every byte."""
+        tokens, read, parts = [np.empty(0, self.dtype)], 0, [part for piece in pieces for part in _parts(piece)]
         for at in range(0, len(parts), _BATCH):
             batch = parts[at : at + _BATCH]
             texts = [part for part in batch if isinstance(part, str)]
             encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
             ids = (next(encoded).ids if isinstance(part, str) else self._of_bytes(part) for part in batch)
             tokens += [np.array(numbers, self.dtype) for numbers in ids]
+            read += sum(len(part.encode() if isinstance(part, str) else part) for part in batch)
         whole = torch.from_numpy(np.concatenate(tokens))
-        if (bytes_read := self.lengths[whole.long()].sum().item()) != len(raw):
+        if (bytes_read := self.lengths[whole.long()].sum().item()) != read:
             raise TextError(
-                f"the tokens of {self.name} stand for {bytes_read} bytes of a text of {len(raw)}; accepted: a "
-                "byte-level tokenizer without normalisation, which loses nothing"
+                f"the tokens of {self.name} stand for {bytes_read} bytes of a text of {read}; accepted: a byte-level "
+                "tokenizer without normalisation, which loses nothing"
             )
         return whole
 
@@ -132,10 +124,9 @@ class BPE(Tokenizer):
         return b"".join([self._bytes[token] for token in tokens.flatten().tolist()])
 
 
-def train(text: Text, vocabulary: int) -> BPE:
-    """Return a byte-level BPE whose merges are learned on `text`; the same text gives the same tokenizer.
-
-    text: the training part alone. vocabulary: 256 bytes and the merges; fewer where a short text has no more pairs."""
+def train(pieces: Iterable[bytes], vocabulary: int, name: str) -> BPE:
+    """Return a byte-level BPE whose merges are learned on these pieces of a text of this name; the same ones give the
+    same tokenizer. vocabulary: 256 bytes and the merges; fewer where a short text has no more pairs."""
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -143,10 +134,10 @@ def train(text: Text, vocabulary: int) -> BPE:
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocabulary, show_progress=False, special_tokens=[], initial_alphabet=sorted(alphabet())
     )
-    strings = _strings(text.tokens.cpu().numpy().tobytes(), text.starts)
-    tokenizer.train_from_iterator((piece for piece in strings if isinstance(piece, str)), trainer)
+    strings = (part for piece in pieces for part in _parts(piece) if isinstance(part, str))
+    tokenizer.train_from_iterator(strings, trainer)
     trained = BPE(tokenizer.to_str())
-    trained.name = f"BPE of {trained.vocabulary}, from {text.name}"
+    trained.name = f"BPE of {trained.vocabulary}, from {name}"
     return trained
 
 
@@ -193,22 +184,12 @@ def tokenizer_of(folder: str | os.PathLike, vocabulary: int) -> Tokenizer:
     return own
 
 
-def pieces(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the pieces in which a file is encoded, each apart from the others: CHUNK bytes, and the rest of the line or
-    as many bytes more."""
-    while piece := file.read(CHUNK):
-        yield piece + file.readline(CHUNK)
-
-
-def _strings(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
-    """Yield the files of `raw` one after the other, in pieces: str where they are UTF-8, bytes where they are not."""
-    for begin, end in zip(starts, (*starts[1:], len(raw)), strict=True):
-        for piece in pieces(io.BytesIO(raw[begin:end])):
-            # Each byte that is no UTF-8 becomes a character from U+DC80 to U+DCFF, which the library would not take.
-            for part in re.split("([\udc80-\udcff]+)", piece.decode("utf-8", "surrogateescape")):
-                if part:
-                    broken = "\udc80" <= part[0] <= "\udcff"
-                    yield part.encode("utf-8", "surrogateescape") if broken else part
+def _parts(piece: bytes) -> Iterator[str | bytes]:
+    """Yield what a piece is made of: str where it is UTF-8, bytes where it is not."""
+    # Each byte that is no UTF-8 becomes a character from U+DC80 to U+DCFF, which the library would not take.
+    for part in re.split("([\udc80-\udcff]+)", piece.decode("utf-8", "surrogateescape")):
+        if part:
+            yield part.encode("utf-8", "surrogateescape") if "\udc80" <= part[0] <= "\udcff" else part
 
 
 def _library():
