@@ -2,9 +2,8 @@
 
 The loss is cross-entropy plus `l1` times the sum over neurons of |h|, averaged over tokens and layers, where h is what
 enters the down projection. This is the convention of the published code of arXiv 2603.23198, and of the 2e-5 that it
-recommends. The paper's formula averages over neurons as well: there the same pressure takes a coefficient d_ff times
-larger. No step waits for a GPU: numbers are read from it only for a row of the history, a checkpoint or a
-re-initialisation."""
+recommends; by the paper's formula, a mean over neurons, the same pressure takes a coefficient d_ff times larger. No
+step waits for a GPU, but for a row of the history, a checkpoint or a re-initialisation."""
 
 from __future__ import annotations
 
@@ -42,7 +41,6 @@ from .parallel import World
 from .text.source import check_enough, load, random_windows, spread_windows
 from .text.tokenizer import tokenizer_of
 
-RESIDENT = 2**31  # bytes of tokens that are copied to the device; more stay where they are
 SAVE_EVERY, SAVE_SHARE = 300.0, 10  # between two checkpoints: at least these seconds, and times what saving one took
 WRITERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # for TrainConfig's `log`
 _BAR = "{desc}: {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
@@ -103,19 +101,18 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
     described = {**text.describe(), "path": checkpoint.lasting(config.text), "training_size": training.size}
     if state is not None:
         checkpoint.check_same(state, config, described)
-    run = Run(
-        config, initial_model(config, text.tokenizer.vocabulary) if model is None else model, training.tokens, world
-    )
+    vocabulary = text.tokenizer.vocabulary
+    run = Run(config, initial_model(config, vocabulary) if model is None else model, training.tokens, world)
     if state is not None:
         run.restore(state)
-    goes_on = resume is not None and (out is None or os.path.realpath(out) == os.path.realpath(resume))
-    out = resume if out is None else out
-    writers: list[Callable[[dict], object]] = [] if on_step is None else [on_step]
-    if board is not None and world.rank == 0:
-        writers.insert(0, _writer(board, out, checkpoint.fields_of(config), ending))
+    out, writers = resume if out is None else out, list[Callable[[dict], object]]()
     if out is not None:
-        opened = checkpoint.opened(out, text, config.text, run.history, new=not goes_on)
-        world.led(lambda: writers.insert(0, ending.enter_context(opened)))
+        new = resume is None or os.path.realpath(out) != os.path.realpath(resume)
+        opened = checkpoint.opened(out, text, config.text, run.history, new)
+        world.led(lambda: writers.append(ending.enter_context(opened)))
+    if board is not None and world.rank == 0:
+        writers.append(_writer(board, out, checkpoint.fields_of(config), ending))
+    writers += [] if on_step is None else [on_step]
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = validation.tokenizer.lengths.to(world.device)
     per_token = training.size / len(training.tokens)  # bytes
@@ -158,9 +155,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 if not (silent or row["nnz"]):
                     silent = True
                     warnings.warn(
-                        f"step {step}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this "
-                        f"batch (cross-entropy {row['ce']:.3f}) and none gets a gradient: with l1 {config.l1:g} the "
-                        "penalty has switched them off; a smaller l1, a longer l1_warmup, or reinit may help",
+                        f"step {step}: no neuron fires in any of the {config.layers} layers of {config.d_ff} (cross-"
+                        f"entropy {row['ce']:.3f}) and none gets a gradient: with l1 {config.l1:g} the penalty has "
+                        "switched them off; a smaller l1, a longer l1_warmup, or reinit may help",
                         stacklevel=3,
                     )
                 lap, lap_step = time.perf_counter(), step
@@ -183,7 +180,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             if stop and not last:
                 break
     # Dense layers and whole weights, without hooks and compiled parts: another model, with the weights of this one.
-    model = initial_model(config, text.tokenizer.vocabulary)
+    model = initial_model(config, vocabulary)
     model.load_state_dict(run.weights())
     model.to(world.device).eval()
     if out is not None:
@@ -242,11 +239,12 @@ class Run:
         self.l1 = torch.zeros((), device=world.device) if config.l1 else None
         self.layers = firing_layers(model)
         self.parameters = dict(model.named_parameters())
-        matrices = [weight for weight in model.parameters() if weight.dim() > 1]
-        others = [weight for weight in model.parameters() if weight.dim() <= 1]
+        matrices, others = (
+            [one for one in model.parameters() if (one.dim() > 1) == wanted] for wanted in (True, False)
+        )
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-        self.tokens = tokens.to(world.device) if tokens.nbytes <= RESIDENT else tokens
+        self.tokens = tokens
         self.order, noise = (torch.Generator().manual_seed(config.seed) for _ in range(2))
         self.silence = Silence(self.layers if config.dead_window else [], noise)
         self.last: dict[str, Tensor] = {}
@@ -254,12 +252,12 @@ class Run:
         self.history: list[dict] = []
 
     def windows(self) -> Tensor:
-        """Return this process's windows of the next step: int64 [n, context + 1] on the device, without waiting.
-        A CPU generator draws those of all processes: the same ones on every device."""
+        """Return this process's windows of the next step: int64 [n, context + 1] on the device, without waiting. Each
+        process draws those of all."""
         windows = random_windows(self.tokens, self.config.batch, self.config.context, self.order)
-        if self.world.device.type == "cuda" and not windows.is_cuda:
-            windows = windows.pin_memory().to(self.world.device, non_blocking=True)
-        return windows.chunk(self.world.size)[self.world.rank]
+        windows = windows.chunk(self.world.size)[self.world.rank]
+        pinned = windows.pin_memory() if self.world.device.type == "cuda" else windows
+        return pinned.to(self.world.device, non_blocking=True)
 
     def check(self, step: int) -> None:
         """Raise InputError unless loss, gradient and every weight are finite in all processes, which all must call it.
@@ -359,7 +357,11 @@ def _step(run: Run, step: int) -> list[Tensor]:
     if run.l1 is not None:
         run.l1.fill_(l1_coefficient(config.l1, config.l1_delay, config.l1_warmup, step))
     for number, windows in enumerate(run.windows().chunk(parts), start=1):
-        parallel.sync_gradients(run.joined, run.model, number == parts)
+        # Gradients are averaged over processes where the last part has its own.
+        if isinstance(run.joined, nn.parallel.DistributedDataParallel):
+            run.joined.require_backward_grad_sync = number == parts  # what DDP's context no_sync sets
+        elif hasattr(run.model, "set_requires_gradient_sync"):
+            run.model.set_requires_gradient_sync(number == parts)
         with autocast(config.dtype, run.world.device):
             loss, of_part = run.measure(windows, run.l1)
         (loss / parts).backward()

@@ -113,16 +113,6 @@ def shard(model: nn.Module, world: World) -> None:
         fully_shard(block, mesh=mesh)
 
 
-def sync_gradients(module: nn.Module, model: nn.Module, on: bool) -> None:
-    """Set whether the next backward pass averages gradients over processes: only the last part of a step has to.
-
-    module: the model's Objective, inside DDP where that is used."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        module.require_backward_grad_sync = on  # what DDP's context no_sync sets
-    elif hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(on)
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor as one piece, gathered if FSDP2 sharded it: every process must call it. Without gradient."""
     tensor = tensor.detach()

@@ -403,10 +403,8 @@ def check_enough(training: Text, validation: Text, batch: int, context: int) -> 
 
 def random_windows(data: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
     """Return `count` windows that begin anywhere in `data`, bytes or tokens [n]: int64 [count, context + 1] on its
-    device. generator: draws the positions on the CPU, the same for every device."""
+    device. generator: of a CPU."""
     starts = torch.randint(data.numel() - context, (count,), generator=generator)
-    if data.is_cuda:
-        starts = starts.pin_memory().to(data.device, non_blocking=True)  # which does not wait for the device
     return data.unfold(0, context + 1, 1)[starts].long()
 
 
