@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -181,7 +181,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 break
     # Dense layers and whole weights, without hooks and compiled parts: another model, with the weights of this one.
     model = initial_model(config, vocabulary)
-    model.load_state_dict(run.weights())
+    model.load_state_dict(whole(run.model.state_dict()))
     model.to(world.device).eval()
     if out is not None:
         world.led(lambda: checkpoint.save_model(model, out, config.from_))
@@ -239,9 +239,8 @@ class Run:
         self.l1 = torch.zeros((), device=world.device) if config.l1 else None
         self.layers = firing_layers(model)
         self.parameters = dict(model.named_parameters())
-        matrices, others = (
-            [one for one in model.parameters() if (one.dim() > 1) == wanted] for wanted in (True, False)
-        )
+        matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+        others = [weight for weight in model.parameters() if weight.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
         self.tokens = tokens
@@ -296,32 +295,30 @@ class Run:
             "history": self.history,
             "order": self.order.get_state(),
             "noise": self.silence.generator.get_state(),
-            "weights": self.weights(),
-            "optimizer": {
-                name: {what: parallel.whole(value).cpu() for what, value in self.optimizer.state[weight].items()}
-                for name, weight in self.parameters.items()
-            },
+            "weights": whole(self.model.state_dict()),
+            "optimizer": {name: whole(self.optimizer.state[weight]) for name, weight in self.parameters.items()},
             "silent": [silent.cpu() for silent in self.silence.silent],
         }
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the model's weights, whole, on the CPU; every process must call it."""
-        return {name: parallel.whole(value).cpu().contiguous() for name, value in self.model.state_dict().items()}
 
     def restore(self, state: dict) -> None:
         """Go on from a checkpoint of the same config. With kernels "auto", layers are dense until the next row."""
         for name, weight in self.parameters.items():
             parallel.put(weight, state["weights"][name])
-            moments = dict(state["optimizer"][name])
-            step = moments.pop("step").to(weight.device, copy=True)
-            self.optimizer.state[weight] = {"step": step, **{what: torch.zeros_like(weight) for what in moments}}
-            for what, value in moments.items():
+            saved = state["optimizer"][name]
+            moments = {what: torch.zeros_like(weight if value.dim() else value) for what, value in saved.items()}
+            self.optimizer.state[weight] = {what: value.to(weight.device) for what, value in moments.items()}
+            for what, value in saved.items():
                 parallel.put(self.optimizer.state[weight][what], value)
         self.order.set_state(state["order"])
         self.silence.generator.set_state(state["noise"])
         for silent, saved in zip(self.silence.silent, state["silent"]):
             silent.copy_(saved)
         self.step, self.seconds, self.history = state["step"], state["seconds"], list(state["history"])
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return these tensors as a checkpoint has them, on the CPU; every process must call it."""
+    return {name: parallel.whole(value).cpu().contiguous() for name, value in tensors.items()}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 import twell_lab as tl
 from tests.models.speaking import decoders
 from twell_lab.core import InputError
-from twell_lab.training.callback import SparsityCallback
+from twell_lab.training.objective import SparsityCallback
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
