@@ -6,10 +6,7 @@
         model.safetensors   with config.json the model, once the run has ended or was interrupted
 
 A checkpoint is written beside the last one and then moved over it: whenever a run is killed, a whole one is there.
-Under torchrun every process gathers the tensors, and the first one writes them.
-
-A run may begin with a model that is there: one of this project, or one of transformers, such as one that `relufy` made
-and save_pretrained saved:
+A run may begin with a model of this project, or one of transformers, such as `relufy` makes:
 
     twell-lab train --from my-relufied-llama --text my-texts --l1 1e-5 --out build/further"""
 
@@ -26,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..core import InputError, RecordError, locked_folder
+from ..core import InputError, RecordError, locked_folder, write_atomically
 from ..layers.activations import is_squared
 from ..layers.find import firing_layers
 from ..models import published
@@ -48,7 +45,7 @@ FREE = ("steps", "device", "compile", "kernels", "parallel", "log", "from_")
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run that was interrupted and saved; the message says where."""
+    """A run that was interrupted and saved in a folder."""
 
     def __init__(self, folder: str | os.PathLike, step: int, steps: int) -> None:
         super().__init__(f"stopped after step {step} of {steps}, saved in {os.fspath(folder)!r}")
@@ -141,7 +138,7 @@ def opened(folder: str | os.PathLike, text: Text, path, history: list[dict], new
             if text.tokenizer == BYTES:
                 Path(folder, TOKENIZER).unlink(missing_ok=True)  # of a run that ended before it saved anything
             else:
-                text.tokenizer.save(Path(folder, TOKENIZER))
+                write_atomically(Path(folder, TOKENIZER), text.tokenizer.content)
             file = open(Path(folder, "metrics.jsonl"), "w", encoding="utf-8")
             file.writelines(json.dumps(row) + "\n" for row in history)
         except (OSError, RecordError) as error:
@@ -166,7 +163,7 @@ def load_model(name: str | os.PathLike) -> nn.Module:
 
 def fitted(config: TrainConfig, model: nn.Module) -> TrainConfig:
     """Return the config with the sizes of the model that it starts from. InputError for a size that was given and is
-    another, and for windows that are longer than the model reads."""
+    another, and for longer windows than the model reads."""
     layers, sizes = firing_layers(model), model.config
     first = layers[0]
     own = {
@@ -179,9 +176,7 @@ def fitted(config: TrainConfig, model: nn.Module) -> TrainConfig:
     }
     for name, value in own.items():
         if (asked := getattr(config, name)) not in (value, getattr(TrainConfig, name)):
-            raise InputError(
-                f"{name} is {asked!r}, and {value!r} in the model to start from; accepted: to leave it out"
-            )
+            raise InputError(f"{name} is {asked!r}, and {value!r} in the model to start from; accepted: leave it out")
     most = getattr(sizes, "context", None) or getattr(sizes, "max_position_embeddings", None)
     if most and config.context > most:
         raise InputError(f"context is {config.context}; accepted: at most {most}, which the model to start from reads")
@@ -189,8 +184,8 @@ def fitted(config: TrainConfig, model: nn.Module) -> TrainConfig:
 
 
 def save_model(model: nn.Module, folder: str | os.PathLike, name: str | os.PathLike | None) -> None:
-    """Write a trained model into the folder; one of transformers together with the tokenizer's files of the model
-    called `name`, from which it started."""
+    """Write a trained model into the folder; one of transformers with the tokenizer of the model `name`, from which it
+    started."""
     if isinstance(model, LanguageModel):
         model.save(folder)
         return

@@ -163,17 +163,12 @@ class TrainConfig:
         return ModelConfig(vocabulary, **{name: getattr(self, name) for name in names})
 
 
-# The configurations that have a name: the values of _FIELDS, from a million weights for a CPU to the paper's shapes.
-#
-# The paper's (arXiv 2603.23198, appendix B, and its published code): d_model 2048, d_ff 5632 (8192 without a gate), 32
-# heads, 8 to 38 layers; 512 sequences of 2048 tokens a step; AdamW, learning rate 1e-3 after 600 steps of warm-up,
-# weight decay 0.1, clip 1.0; L1 2e-5. Four things differ here: the learning rate falls to a tenth instead of 0, rotary
-# positions turn by the usual base of 10,000 instead of 100,000, head and embedding are two matrices instead of one, and
-# the tokenizer is a BPE of 32,768 entries trained on the text, instead of one of 49,152.
-#
-# The smaller ones are this project's. Their L1 is a place to begin, between values that were tried: at d_model 768 and
-# d_ff 2048, after 1000 steps, 3e-4 left 103 neurons firing at a token and 1e-3 left 28. Other texts and lengths of
-# training need another L1.
+# The configurations that have a name: the values of _FIELDS. From 0.5B they are the paper's (arXiv 2603.23198, appendix
+# B, and its published code), but for four things: the learning rate falls to a tenth instead of 0, rotary positions
+# turn by the usual base of 10,000 instead of 100,000, head and embedding are two matrices instead of one, and the
+# tokenizer is a BPE of 32,768 entries trained on the text, instead of one of 49,152. The smaller ones are this
+# project's. Their L1 is a place to begin: at d_model 768 and d_ff 2048, after 1000 steps, 3e-4 left 103 neurons firing
+# at a token and 1e-3 left 28. Other texts and lengths of training need another L1.
 _FIELDS = "layers d_model d_ff heads context batch accumulate steps lr warmup l1 eval_every".split()
 _NAMED = {
     "1M": (4, 128, 512, 4, 64, 8, 1, 900, 2e-3, 50, 2e-3, 150),
@@ -203,8 +198,8 @@ def named(name: str) -> dict:
 def of(name: str) -> dict:
     """Return the fields of TrainConfig of a configuration of this name (`named`), or that a YAML or JSON file holds.
 
-    In a file, names may have the dashes of the command's options. InputError for a name that is neither, and for a file
-    that can't be read, or has an entry that is no field; StackError for YAML without PyYAML."""
+    In a file, names may have the dashes of the command's options. InputError for a name that is neither, a file that
+    can't be read, and an entry that is no field; StackError for YAML without PyYAML."""
     if name in NAMES or not os.path.isfile(name):
         return named(name)
     parse = json.loads if name.endswith(".json") else optional("yaml", "a configuration in YAML", "pyyaml").safe_load
@@ -265,8 +260,5 @@ class TrainResult:
         """Return everything but the weights, ready for JSON, without any path of this machine."""
         config = {name: value for name, value in vars(self.config).items() if name != "text"}
         config |= {name: Path(config[name]).name for name in ("tokenizer", "from_") if config[name] is not None}
-        return {
-            "config": config,
-            "parameters": sum(weight.numel() for weight in self.model.parameters()),
-            **{name: value for name, value in vars(self).items() if name not in ("model", "config")},
-        }
+        rest = {name: value for name, value in vars(self).items() if name not in ("model", "config")}
+        return {"config": config, "parameters": sum(weight.numel() for weight in self.model.parameters()), **rest}

@@ -90,7 +90,8 @@ def _read_text(folder: Path):
 
 
 def _make_tokenizer(folder: Path) -> None:
-    tokenizer.train([bytes(source.load(kills._text_of(1)).tokens.numpy())], 300, "text").save(folder / "tokenizer.json")
+    trained = tokenizer.train([bytes(source.load(kills._text_of(1)).tokens.numpy())], 300, "text")
+    (folder / "tokenizer.json").write_text(trained.content)
 
 
 def _read_tokenizer(folder: Path):

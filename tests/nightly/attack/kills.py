@@ -235,7 +235,7 @@ def _prepared_to(kind: str, folder: Path, seed: int):
     return {
         "record": lambda: core.write_atomically(folder / "record.json", _record(seed).to_json()),
         "model": lambda: _model(seed).save(folder),
-        "tokenizer": lambda: BYTES.save(folder / "tokenizer.json"),
+        "tokenizer": lambda: core.write_atomically(folder / "tokenizer.json", BYTES.content),
         "plan": lambda: Plan([], "cpu", "float32", rates={"a": float(seed)}).save(folder / "plan.json"),
         "text": lambda: source.prepare(str(_text_of(seed)), folder),
     }[kind]

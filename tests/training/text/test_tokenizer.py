@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training.train.small_runs import text_of
 from twell_lab.core import InputError, StackError, TextError
 from twell_lab.training.text import source, tokenizer
 from twell_lab.training.text.source import BYTES, load
@@ -20,14 +21,19 @@ WORDS = b"the quick brown fox jumps over the lazy dog\n"
 
 
 def of(content):
-    return source.of_pieces("made up", [content])
+    return text_of(content, name="made up")
+
+
+def saved(tokenizer, folder):
+    (folder / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
+    return folder / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")
 def library_text():
     whole = source.standard_library()
     raw, ends = whole.tokens.numpy().tobytes(), (0, 1000, 70_000, 250_000, 300_000)
-    return source.of_pieces("library", [raw[begin:end] for begin, end in itertools.pairwise(ends)])
+    return text_of(*(raw[begin:end] for begin, end in itertools.pairwise(ends)))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +46,7 @@ def test_bytes_are_their_own_tokens(tmp_path):
     sample = of(bytes(range(256)))
     assert BYTES.decode(sample.tokens) == bytes(range(256)) and BYTES.lengths.tolist() == [1] * 256
     assert sample.describe() == {"name": "made up", "sha256": sample.sha256, "size": 256}
-    assert tokenizer.load(BYTES.save(tmp_path / "tokenizer.json")) == BYTES
+    assert tokenizer.load(saved(BYTES, tmp_path)) == BYTES
 
 
 def test_a_trained_tokenizer_has_the_size_asked_for_and_shortens_the_text(trained, library_text):
@@ -55,7 +61,7 @@ def test_a_trained_tokenizer_has_the_size_asked_for_and_shortens_the_text(traine
 
 def test_a_tokenizer_comes_back_from_disk_and_from_a_copy(trained, library_text, tmp_path):
     tokens = load(library_text, tokenizer=trained).tokens
-    loaded = tokenizer.load(trained.save(tmp_path / "tokenizer.json"))
+    loaded = tokenizer.load(saved(trained, tmp_path))
     assert loaded == trained and loaded.sha256 == trained.sha256
     for other in (loaded, copy.deepcopy(trained)):
         assert torch.equal(load(library_text, tokenizer=other).tokens, tokens)
@@ -92,8 +98,8 @@ def test_load_takes_what_a_command_line_says(trained, tmp_path):
     assert load(path).tokenizer == BYTES and load(path, tokenizer="bytes").size == len(WORDS) * 50
     whole = load(path, tokenizer="bpe:280")
     assert whole.tokenizer.vocabulary == 280
-    saved = trained.save(tmp_path / "tokenizer.json")
-    for given_as in (saved, str(saved), trained):
+    file = saved(trained, tmp_path)
+    for given_as in (file, str(file), trained):
         assert load(path, tokenizer=given_as).tokenizer == trained
     assert load(whole) is whole
 

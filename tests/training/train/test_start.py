@@ -38,7 +38,7 @@ def llama(some_text, tmp_path_factory):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True, **changes))
         folder = tmp_path_factory.mktemp("llama")
         model.save_pretrained(folder)
-        tokenizer.save(folder / "tokenizer.json")
+        (folder / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
         return folder
 
     return make

@@ -4,9 +4,9 @@ The default text is the source of Python's own standard library (PSF licence), w
 SHA-256 goes into every record. The paper (arXiv 2603.23198) trains on a deduplicated fineweb-edu;
 "hf:HuggingFaceFW/fineweb-edu?subset=sample-10BT" is a sample of the original.
 
-A text of any length is prepared once: it is read and encoded piece after piece, into a folder with `tokens.bin`, the
-token numbers one after the other; `tokenizer.json`; and `twell-lab-text.json`, the manifest. Until all of it is written
-the tokens are called `tokens.bin.part`. Training maps them into memory."""
+A text of any length is prepared once: it is read and encoded piece after piece into a folder, with `tokens.bin`, the
+token numbers, called `tokens.bin.part` until all is written; `tokenizer.json`; and `twell-lab-text.json`, the manifest.
+Training maps the tokens into memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from ...core import LOCK, InputError, TextError, TwellError, locked_folder, opti
 from . import tokenizer as tokenizers
 from .tokenizer import BYTES, Tokenizer
 
-# Folders that are no part of the library: installed packages, and its own tests, some of them broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "__pycache__"}
 
 LARGEST = 2**30  # bytes of a text, which is held in memory as a whole; a home folder given by mistake is refused
@@ -44,6 +43,8 @@ MOST_BYTES = 100_000_000  # of a dataset, unless said otherwise: a few minutes o
 TRAINING, HELD_OUT = 0.9, 64 * 2**20  # share of a text's bytes; what is held out for validation is no more than this
 SAMPLE = 100_000_000  # bytes at its beginning; a BPE is trained on the first four fifths of them
 PIECE, CHUNK = 2**16, 16 * 2**20  # bytes of a piece, about: a BPE encodes each apart; and of what is encoded at a time
+
+_PARTS = ("subset", "split", "column", "bytes", "revision")  # that the name of a dataset may have
 
 MANIFEST, TOKENS, TOKENIZER = "twell-lab-text.json", "tokens.bin", "tokenizer.json"
 UNFINISHED, FORMAT = f"{TOKENS}.part", 1
@@ -126,14 +127,9 @@ def standard_library() -> Text:
     return load()
 
 
-def of_pieces(name: str, files: Iterable[bytes]) -> Text:
-    """Return the Text of these files as bytes."""
-    return _encode(name, ([file] for file in files), BYTES)
-
-
 def _encode(name: str, files: Iterable[Iterable[bytes]], wanted: Tokenizer | int, path=None, most=None) -> Text:
-    """Read and encode a text, of which each file comes in pieces; with a path, its tokens are written there. wanted: a
-    tokenizer, or the vocabulary of a BPE that is trained here. TextError for more than `most` bytes."""
+    """Read and encode a text, of which each file comes in pieces. wanted: a tokenizer, or the vocabulary of a BPE to
+    train. path: the tokens are written there. most: bytes, more of which are refused."""
     starts, size, digest = array("q"), 0, hashlib.sha256()
 
     def pieces() -> Iterator[bytes]:
@@ -231,14 +227,12 @@ def stream(spec: str | os.PathLike | None, most: int | None = None) -> tuple[str
 
 def _files(folder: Path, skip: Collection[str] = ()) -> list[Path]:
     """Return the files below `folder`, ordered by the bytes of their relative paths. skip: folders left out."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    paths: list[Path] = []
-    for here, folders, names in os.walk(folder, onerror=refuse):
+    paths, errors = list[Path](), list[OSError]()
+    for here, folders, names in os.walk(folder, onerror=errors.append):
         folders[:] = [name for name in folders if name not in skip and name[0] != "."]
         paths += [path for name in names if name[0] != "." and (path := Path(here, name)).is_file()]
+    for error in errors:
+        raise error
     return sorted(paths, key=lambda path: os.fsencode(path.relative_to(folder).as_posix()))
 
 
@@ -264,17 +258,12 @@ def _dataset(spec: str, most: int | None) -> tuple[str, Iterable[Iterable[bytes]
     try:
         asked = dict(parse_qsl(rest, keep_blank_values=True, strict_parsing=bool(rest)))
         size = int(float(asked["bytes"])) if "bytes" in asked else most
-        if (
-            not dataset
-            or asked.keys() - {"subset", "split", "column", "bytes", "revision"}
-            or size is not None
-            and size < 1
-        ):
+        if not dataset or not asked.keys() <= {*_PARTS} or size is not None and size < 1:
             raise ValueError
     except (ValueError, OverflowError):
         raise InputError(
-            f"{spec!r} names no text; accepted: hf:owner/name, then ? and subset, split, column, bytes, revision, each "
-            "with = and a value (of bytes a number from 1 up, such as 100e6), & between them"
+            f"{spec!r} names no text; accepted: hf:owner/name, then ? and {', '.join(_PARTS)}, each with = and a value "
+            "(of bytes a number from 1 up, such as 100e6), & between them"
         ) from None
     if most is not None and size is not None and size > LARGEST:
         raise InputError(f"bytes is more than {LARGEST} in {spec!r}; more is for twell-lab prepare")
@@ -380,8 +369,7 @@ def prepare(
 
 
 def check_apart(folder: str | os.PathLike, text) -> None:
-    """Raise InputError where `folder` lies inside of a text that is a folder, too: what is saved there would change the
-    text. text: as in a config; whatever is not the path of a folder passes."""
+    """Raise InputError where `folder` lies inside of a text that is a folder. text: as in a config."""
     inside = isinstance(text, (str, os.PathLike)) and os.path.isdir(text)
     if inside and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(text)):
         raise InputError(
@@ -391,8 +379,7 @@ def check_apart(folder: str | os.PathLike, text) -> None:
 
 
 def check_enough(training: Text, validation: Text, batch: int, context: int) -> None:
-    """Raise TextError unless a batch of windows of `context` tokens, and the one that follows them, fits into the
-    training text and one window into the validation text."""
+    """Raise TextError unless a batch of windows fits into the training text, and one into the validation text."""
     for part, windows in ((training, batch), (validation, 1)):
         if len(part.tokens) <= windows * context:
             raise TextError(

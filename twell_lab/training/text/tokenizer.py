@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core import InputError, TextError, optional, read_file, write_atomically
+from ...core import InputError, TextError, optional, read_file
 from ...models.llama import alphabet, bytes_tokenizer
 
 _BATCH = 128  # pieces handed to the library at a time
@@ -46,13 +46,7 @@ class Tokenizer:
         return tokens.to(torch.uint8).cpu().numpy().tobytes()
 
     def describe(self) -> dict:
-        """Return what a record keeps of it."""
         return {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
-
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write its file, whole or not at all, for `load` to read. RecordError where it can't be written."""
-        write_atomically(path, self.content)
-        return Path(path)
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Tokenizer) and other.content == self.content
@@ -67,8 +61,8 @@ BYTES = Tokenizer()
 class BPE(Tokenizer):
     """A byte-level BPE of the `tokenizers` library.
 
-    content: its JSON, as tokenizer.json files hold it (such as GPT-2's). name: for records. StackError without the
-    library, and TextError for JSON that the library does not take."""
+    content: its JSON, as tokenizer.json files hold it. StackError without the library, and TextError for JSON that the
+    library does not take."""
 
     unit = "tokens"
 
@@ -127,15 +121,9 @@ class BPE(Tokenizer):
 def train(pieces: Iterable[bytes], vocabulary: int, name: str) -> BPE:
     """Return a byte-level BPE whose merges are learned on these pieces of a text of this name; the same ones give the
     same tokenizer. vocabulary: 256 bytes and the merges; fewer where a short text has no more pairs."""
-    library = _library()
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=vocabulary, show_progress=False, special_tokens=[], initial_alphabet=sorted(alphabet())
-    )
+    tokenizer = _library().ByteLevelBPETokenizer()
     strings = (part for piece in pieces for part in _parts(piece) if isinstance(part, str))
-    tokenizer.train_from_iterator(strings, trainer)
+    tokenizer.train_from_iterator(strings, vocabulary, min_frequency=0, show_progress=False)
     trained = BPE(tokenizer.to_str())
     trained.name = f"BPE of {trained.vocabulary}, from {name}"
     return trained
@@ -172,7 +160,7 @@ def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
 
 def tokenizer_of(folder: str | os.PathLike, vocabulary: int) -> Tokenizer:
     """Return the tokenizer that a model's folder holds, or else bytes. InputError where it does not go with a model of
-    this vocabulary, which may be larger than that of a BPE."""
+    this vocabulary, which may be larger."""
     path = Path(folder) / "tokenizer.json"
     own = load(path) if path.is_file() else BYTES
     if own.vocabulary > vocabulary or own == BYTES and vocabulary != BYTES.vocabulary:
