@@ -17,7 +17,7 @@ import torch
 from ..analysis.profile import profile
 from ..core import InputError
 from ..records import Record
-from .config import TrainConfig, TrainResult
+from .config import TrainConfig
 from .loop import autocast, train
 from .objective import EVAL_BATCH
 from .text.source import load, spread_windows
@@ -56,7 +56,7 @@ def sweep(base: TrainConfig) -> Iterator[dict]:
     base: what all runs share, the text, sizes and first seed included."""
     rows = []
     for lr in LRS:
-        rows.append(run(f"lr {lr:g}", replace(base, lr=lr, l1=0.0))[0])
+        rows.append(run(f"lr {lr:g}", replace(base, lr=lr, l1=0.0)))
         yield rows[-1]
     base = replace(base, lr=twin(rows)["config"]["lr"])
     other = replace(base, seed=base.seed + 1)
@@ -65,11 +65,11 @@ def sweep(base: TrainConfig) -> Iterator[dict]:
     runs |= {f"L1 {l1:g}, seed {other.seed}": replace(other, l1=l1) for l1 in AGAIN}
     runs |= {f"L1 {l1:g}, dead rows renewed": replace(base, l1=l1, **RENEW) for l1 in RENEWED}
     for label, config in runs.items():
-        yield run(label, config)[0]
+        yield run(label, config)
 
 
-def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
-    """Train once, and return the row of a record, ready for JSON, and what `train` returned. config.text: a Text.
+def run(label: str, config: TrainConfig) -> dict:
+    """Train once, and return the row of a record, ready for JSON. config.text: a Text.
 
     The row: label, config, parameters, tokens, seconds, tokens_per_s (the median over the history, so that compiling
     and validations are left out), history (one list a column, to five digits; see TrainResult),
@@ -103,7 +103,7 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
             for layer in firing.layers
         ],
         "positions": {"start": [place["first"] for place in places], "nnz": by_place},
-    }, result
+    }
 
 
 def _short(value):
