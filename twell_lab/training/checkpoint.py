@@ -2,7 +2,7 @@
 
     out/training.pt         of torch.save, read with weights_only=True: all that a run needs to go on
         metrics.jsonl       the rows of the history
-        tokenizer.json      where the text is not read as bytes
+        tokenizer.json      what the text is read through
         model.safetensors   with config.json the model, once the run has ended or was interrupted
 
 A checkpoint is written beside the last one and then moved over it: whenever a run is killed, a whole one is there.
@@ -30,18 +30,17 @@ from ..models import published
 from ..models.tiny import LanguageModel
 from .config import TrainConfig
 from .text.source import Text, check_apart
-from .text.tokenizer import BYTES
 
 STATE, MODEL, TOKENIZER = "training.pt", "model.safetensors", "tokenizer.json"
 
 # What a checkpoint holds, its tensors whole (not sharded). step: steps made. config: of `fields_of`. text: what the
-# text says of itself, its path and its training_size in bytes. seconds: how long it has trained. history: its rows.
+# text says of itself, and the sizes of its parts in bytes. seconds: how long it has trained. history: its rows.
 # order, noise: states of the generators that draw windows and fresh gate rows. weights: the model's, by name.
 # optimizer: AdamW's state, by name of the weight. silent: for each layer how many tokens ago each neuron fired.
 FIELDS = "step config text seconds history order noise weights optimizer silent".split()
 
 # Fields of the config that may change when a run is resumed.
-FREE = ("steps", "device", "compile", "kernels", "parallel", "log", "from_")
+FREE = ("steps", "device", "compile", "kernels", "parallel", "log", "from_", "text")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -53,9 +52,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def fields_of(config: TrainConfig) -> dict:
-    """Return the fields of a config, except the text, as torch.load reads them back with weights_only=True."""
-    plain = {name: value for name, value in vars(config).items() if name != "text"}
-    return {**plain, "tokenizer": config.tokenizer and os.fspath(config.tokenizer), "from_": lasting(config.from_)}
+    """Return the fields of a config as torch.load reads them back with weights_only=True, from any folder."""
+    return {**vars(config), **{name: lasting(getattr(config, name)) for name in ("text", "from_", "tokenizer")}}
 
 
 def lasting(path) -> str | None:
@@ -91,11 +89,10 @@ def load(folder: str | os.PathLike) -> dict:
 
 
 def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
-    """Return the config of the checkpoint in `folder`, with `changes`. Its `text` is the path the text had."""
-    state = load(folder)
+    """Return the config of the checkpoint in `folder`, with `changes`."""
     try:
-        return TrainConfig(**{**state["config"], "text": state["text"]["path"], **changes})
-    except (TypeError, KeyError) as error:  # a damaged file may name other fields
+        return TrainConfig(**{**load(folder)["config"], **changes})
+    except TypeError as error:  # a damaged file may name other fields
         raise InputError(f"{STATE} in {str(folder)!r} cannot be read: {error}") from None
 
 
@@ -113,7 +110,7 @@ def check_same(state: dict, config: TrainConfig, text: dict) -> None:
         if name not in FREE and value != then.get(name):
             raise InputError(
                 f"{name} is {value!r}, and {then.get(name)!r} in the checkpoint; accepted: what the run began with "
-                f"(what may change: {', '.join(FREE)}, and where the text lies)"
+                f"(what may change: {', '.join(FREE[:-1])}, and where the text lies)"
             )
     if config.steps <= state["step"] and config.steps != state["config"]["steps"]:
         raise InputError(f"steps is {config.steps}; accepted: more than {state['step']}, the steps made so far")
@@ -135,10 +132,7 @@ def opened(folder: str | os.PathLike, text: Text, path, history: list[dict], new
                     f"{str(folder)!r} holds a {what}; accepted: to resume a run, or another or an empty folder"
                 )
         try:
-            if text.tokenizer == BYTES:
-                Path(folder, TOKENIZER).unlink(missing_ok=True)  # of a run that ended before it saved anything
-            else:
-                write_atomically(Path(folder, TOKENIZER), text.tokenizer.content)
+            write_atomically(Path(folder, TOKENIZER), text.tokenizer.content)
             file = open(Path(folder, "metrics.jsonl"), "w", encoding="utf-8")
             file.writelines(json.dumps(row) + "\n" for row in history)
         except (OSError, RecordError) as error:

@@ -92,13 +92,12 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         model = checkpoint.load_model(config.from_)
         config = checkpoint.fitted(config, model)
         tokenizer = tokenizer_of(folder_of(config.from_), vocabulary_of(model))
-    # A resumed run reads the text through the tokenizer it began with: one trained again might differ.
-    if state is not None and (own := Path(resume, checkpoint.TOKENIZER)).is_file():
-        tokenizer = own
+    if resume is not None:
+        tokenizer = Path(resume, checkpoint.TOKENIZER)  # one trained again might differ
     text = load(config.text, tokenizer=tokenizer)
     training, validation = text.split()
     check_enough(training, validation, config.batch, config.context)
-    described = {**text.describe(), "path": checkpoint.lasting(config.text), "training_size": training.size}
+    described = {**text.describe(), "training_size": training.size, "validation_size": validation.size}
     if state is not None:
         checkpoint.check_same(state, config, described)
     vocabulary = text.tokenizer.vocabulary
@@ -197,7 +196,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         mean_nnz=sum(layer.mean_nnz for layer in firing.layers) / len(firing.layers),
         density=[layer.density for layer in firing.layers],
         dead=[layer.dead for layer in firing.layers],
-        text={**text.describe(), "training_size": training.size, "validation_size": validation.size},
+        text=described,
         seconds=run.seconds,
         tokens=config.steps * config.batch * config.context,
     )

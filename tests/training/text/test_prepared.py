@@ -56,14 +56,14 @@ def test_what_is_kept_is_the_text(folder, tmp_path, tokenizer):
     assert str(tmp_path) not in (tmp_path / "out" / source.MANIFEST).read_text()
 
 
-@given(st.lists(st.binary(min_size=6, max_size=40), min_size=1, max_size=30), st.integers(1, 200))
-def test_any_documents_in_chunks_of_any_size(tmp_path_factory, documents, chunk):
+@given(st.lists(st.binary(min_size=6, max_size=40), min_size=1, max_size=30), st.integers(1, 40))
+def test_any_documents_in_batches_of_any_size(tmp_path_factory, documents, batch):
     documents = [each.replace(b"\0", b" ") for each in documents]
     folder, out = (tmp_path_factory.mktemp(name) for name in ("text", "prepared"))
     for number, document in enumerate(documents):
         (folder / f"{number:02}").write_bytes(document)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "CHUNK", chunk)
+        patch.setattr(source, "BATCH", batch)
         text = source.prepare(folder, out)
     assert bytes_of(text) == (raw := b"".join(documents)) and text.sha256 == hashlib.sha256(raw).hexdigest()
     assert text.cut[0] == text.cut[1] and len(raw) / 20 - 1 <= len(raw) - text.cut[0] <= len(raw) / 5 + 1
@@ -74,6 +74,7 @@ def test_a_bpe_learns_nothing_from_what_is_held_out(folder, tmp_path, monkeypatc
     pytest.importorskip("tokenizers")
     learned, real = [], tokenizer.train
     monkeypatch.setattr(source, "SAMPLE", sample)
+    monkeypatch.setattr(source, "BATCH", 2)
     monkeypatch.setattr(tokenizer, "train", lambda some, *how: learned.append(some) or real(some, *how))
     text = source.prepare(folder, tmp_path / "out", tokenizer="bpe:300")
     raw = source.load(folder).tokens.numpy().tobytes()
@@ -156,7 +157,7 @@ def test_one_preparation_at_a_time_and_what_fails_is_in_nobodys_way(folder, tmp_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(source, "_batches", second)
+        patch.setattr(tokenizer.Tokenizer, "encode", second)
         source.prepare(folder, tmp_path / "out")
     assert not source.is_prepared(tmp_path / "out")
     assert source.prepare(folder, tmp_path / "out").size == source.load(folder).size

@@ -59,14 +59,18 @@ def unbroken(tiny, tmp_path_factory):
 
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tmp_path):
     broken_off(tiny(**FULL), tmp_path, 8)
-    assert checkpoint.load(tmp_path)["step"] == 7 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
+    assert checkpoint.load(tmp_path)["step"] == 7 and names(tmp_path) == [
+        "metrics.jsonl",
+        "tokenizer.json",
+        "training.pt",
+    ]
     result = train(tiny(**FULL), resume=tmp_path, progress=False)
     whole, folder = unbroken
     assert any(sum(row["dead_layers"]) for row in whole.history if row["step"] in (6, 9))  # re-initialised after
     assert curve(result.history) == curve(whole.history)
     assert all(map(torch.equal, result.model.parameters(), whole.model.parameters()))
     assert same(checkpoint.load(tmp_path), checkpoint.load(folder))
-    assert names(folder) == ["config.json", "metrics.jsonl", "model.safetensors", "training.pt"]
+    assert names(folder) == ["config.json", "metrics.jsonl", "model.safetensors", "tokenizer.json", "training.pt"]
     assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] == whole.history
     assert all(map(torch.equal, LanguageModel.load(folder).parameters(), whole.model.parameters()))
     again = train(tiny(**FULL), resume=tmp_path, progress=False)
@@ -303,11 +307,15 @@ def test_what_is_not_finite_ends_a_run_and_the_checkpoint_before_stays(tiny, tmp
     config = tiny(steps=6, kernels="off" if what in words else what)
     with pytest.raises(InputError, match=words.get(what, r"not finite in layers\.0\.mlp\.up_proj\.weight")):
         train(config, out=tmp_path, progress=False)
-    assert checkpoint.load(tmp_path)["step"] == 3 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
+    assert checkpoint.load(tmp_path)["step"] == 3 and names(tmp_path) == [
+        "metrics.jsonl",
+        "tokenizer.json",
+        "training.pt",
+    ]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_first_step_that_fails_saves_nothing(tiny, tmp_path):
     with pytest.raises(InputError, match="not finite in the loss.* at step 1 .*a lower lr or l1"):
         train(tiny(l1=1e38), out=tmp_path, progress=False)
-    assert names(tmp_path) == ["metrics.jsonl"]
+    assert names(tmp_path) == ["metrics.jsonl", "tokenizer.json"]

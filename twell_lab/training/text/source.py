@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import IO
 from urllib.parse import parse_qsl
@@ -42,7 +42,7 @@ LARGEST = 2**30  # bytes of a text, which is held in memory as a whole; a home f
 MOST_BYTES = 100_000_000  # of a dataset, unless said otherwise: a few minutes of a good connection
 TRAINING, HELD_OUT = 0.9, 64 * 2**20  # share of a text's bytes; what is held out for validation is no more than this
 SAMPLE = 100_000_000  # bytes at its beginning; a BPE is trained on the first four fifths of them
-PIECE, CHUNK = 2**16, 16 * 2**20  # bytes of a piece, about: a BPE encodes each apart; and of what is encoded at a time
+PIECE, BATCH = 2**16, 256  # bytes of a piece, about, each of which a BPE encodes apart; pieces encoded at a time
 
 _PARTS = ("subset", "split", "column", "bytes", "revision")  # that the name of a dataset may have
 
@@ -70,7 +70,8 @@ class Text:
     def describe(self) -> dict:
         """Return what a record keeps: name, SHA-256, size, and the tokenizer unless it is bytes."""
         fields = {"name": self.name, "sha256": self.sha256, "size": self.size}
-        return fields if self.tokenizer == BYTES else {**fields, "tokenizer": self.tokenizer.describe()}
+        own = {name: getattr(self.tokenizer, name) for name in ("name", "sha256", "vocabulary")}
+        return fields if self.tokenizer == BYTES else {**fields, "tokenizer": own}
 
     def split(self, fraction: float = TRAINING) -> tuple[Text, Text]:
         """Return a training text and the rest, for validation: a tenth, or 64 MiB of a long text. fraction: another
@@ -145,16 +146,18 @@ def _encode(name: str, files: Iterable[Iterable[bytes]], wanted: Tokenizer | int
             if size > begin:
                 starts.append(begin)
 
-    stream: Iterable[bytes] = pieces()
+    stream: Iterator[bytes] = pieces()
     if isinstance(wanted, int):
-        first = next(_batches(stream, SAMPLE), [])
+        first = list[bytes]()
+        while size < SAMPLE and (more := [*islice(stream, BATCH)]):
+            first += more
         ends = [*accumulate(map(len, first))]
         # Even if this is the whole text, so much belongs to its training part.
         some = [piece for piece, end in zip(first, ends) if end <= 0.8 * ends[-1]] or first[:1]
         wanted, stream = tokenizers.train(some, wanted, name), chain(first, stream)
     bar = tqdm(unit="B", unit_scale=True, leave=False, disable=None)
     with open(path, "wb") if path else nullcontext(io.BytesIO()) as file, bar:
-        for batch in _batches(stream, CHUNK):
+        while batch := [*islice(stream, BATCH)]:
             file.write(wanted.encode(batch).numpy().tobytes())
             bar.update(sum(map(len, batch)))
     if not size:
@@ -165,20 +168,6 @@ def _encode(name: str, files: Iterable[Iterable[bytes]], wanted: Tokenizer | int
     count = int(numpy.searchsorted(sizes, held_out, side="right"))
     cut = size - int(sizes[count - 1]) if count else size, len(whole) - count
     return Text(name, digest.hexdigest(), size, torch.from_numpy(whole), wanted, starts, cut)
-
-
-def _batches(pieces: Iterable[bytes], size: int) -> Iterator[list[bytes]]:
-    """Yield the pieces in lists of at least `size` bytes each, and last what is left."""
-    batch: list[bytes] = []
-    length = 0
-    for piece in pieces:
-        batch.append(piece)
-        length += len(piece)
-        if length >= size:
-            yield batch
-            batch, length = [], 0
-    if batch:
-        yield batch
 
 
 # ---- reading ----

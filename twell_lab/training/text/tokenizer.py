@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ from torch import Tensor
 from ...core import InputError, TextError, optional, read_file
 from ...models.llama import alphabet, bytes_tokenizer
 
-_BATCH = 128  # pieces handed to the library at a time
 _LARGEST, _MOST = 2**28, 2**22  # bytes of a tokenizer's file, and token numbers; usual ones have up to a few million
 
 
@@ -44,9 +44,6 @@ class Tokenizer:
     def decode(self, tokens: Tensor) -> bytes:
         """Return the bytes that integer `tokens` (any shape, read in order) stand for."""
         return tokens.to(torch.uint8).cpu().numpy().tobytes()
-
-    def describe(self) -> dict:
-        return {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Tokenizer) and other.content == self.content
@@ -95,21 +92,18 @@ class BPE(Tokenizer):
         """Return the tokens of a text: int16 [n] for a vocabulary of at most 32,768, else int32; on the CPU. No token
         reaches from one piece into the next. Each byte that is no UTF-8 becomes a token of its own. TextError for a
         tokenizer whose tokens do not stand for every byte."""
-        tokens, read, parts = [np.empty(0, self.dtype)], 0, [part for piece in pieces for part in _parts(piece)]
-        for at in range(0, len(parts), _BATCH):
-            batch = parts[at : at + _BATCH]
-            texts = [part for part in batch if isinstance(part, str)]
-            encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-            ids = (next(encoded).ids if isinstance(part, str) else self._of_bytes(part) for part in batch)
-            tokens += [np.array(numbers, self.dtype) for numbers in ids]
-            read += sum(len(part.encode() if isinstance(part, str) else part) for part in batch)
-        whole = torch.from_numpy(np.concatenate(tokens))
-        if (bytes_read := self.lengths[whole.long()].sum().item()) != read:
+        pieces = [*pieces]
+        parts = [part for piece in pieces for part in _parts(piece)]
+        texts = [part for part in parts if isinstance(part, str)]
+        encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        ids = (next(encoded).ids if isinstance(part, str) else self._of_bytes(part) for part in parts)
+        tokens = torch.from_numpy(np.fromiter(chain.from_iterable(ids), self.dtype))
+        if (read := self.lengths[tokens.long()].sum().item()) != (size := sum(map(len, pieces))):
             raise TextError(
-                f"the tokens of {self.name} stand for {bytes_read} bytes of a text of {read}; accepted: a byte-level "
+                f"the tokens of {self.name} stand for {read} bytes of a text of {size}; accepted: a byte-level "
                 "tokenizer without normalisation, which loses nothing"
             )
-        return whole
+        return tokens
 
     def _of_bytes(self, broken: bytes) -> list[int]:
         return [number for byte in broken if (number := self._numbers.get(bytes([byte]))) is not None]
