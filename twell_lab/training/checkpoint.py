@@ -52,14 +52,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 def fields_of(config: TrainConfig) -> dict:
-    """Return the fields of a config as torch.load reads them back with weights_only=True, from any folder."""
-    return {**vars(config), **{name: lasting(getattr(config, name)) for name in ("text", "from_", "tokenizer")}}
-
-
-def lasting(path) -> str | None:
-    """Return a path, or a name on the Hub, as a resumption in another folder reads it; None for what is neither."""
-    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    return os.path.abspath(name) if name is not None and os.path.exists(name) else name
+    """Return the fields of a config as a resumption in another folder reads them, plain, with None for a Text."""
+    fields = dict(vars(config))
+    for name in ("text", "from_", "tokenizer"):
+        path = os.fspath(fields[name]) if isinstance(fields[name], (str, os.PathLike)) else None
+        fields[name] = os.path.abspath(path) if path is not None and os.path.exists(path) else path
+    return fields
 
 
 def save(folder: str | os.PathLike, state: dict) -> None:

@@ -64,7 +64,7 @@ def test_the_tokenizer_of_a_bpe_goes_with_the_model(tmp_path):
     saved.save_pretrained(tmp_path, bpe.content)
     text = "some more text\n"
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(text).input_ids
-    assert ids == bpe.encode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).tolist()
+    assert ids == bpe.encode([text.encode()]).tolist()
     assert tokenizer.load(tmp_path / "tokenizer.json") == bpe and max(ids) >= 256
 
 
