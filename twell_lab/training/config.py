@@ -39,12 +39,12 @@ class TrainConfig:
 
     What it begins with:
         from_: a folder of a model to train further, or its name on the Hub: one of this project, or one of transformers
-            that is like Llama with a ReLU (twell_lab.relufy makes one). Sizes, vocabulary and tokenizer are its own.
+            that is like Llama with a ReLU (twell_lab.relufy makes one). Sizes and tokenizer are its own.
 
     The text:
-        text: a file or folder, or hf:owner/name for a Hugging Face dataset, whose first 100 MB are read unless
-            ?bytes=500e6 follows (at most 1 GiB), or a folder that twell-lab prepare made (in Python also a
-            Text); unless named, the source of Python's standard library.
+        text: a file (of .jsonl with ?field=text behind it), a folder, what twell-lab prepare made, or hf:owner/name for
+            a Hugging Face dataset, of which 100 MB are read unless ?bytes=500e6 follows (at most 1 GiB); unless named,
+            the source of Python's standard library.
 
     The model:
         d_model: model width.
@@ -52,8 +52,8 @@ class TrainConfig:
         heads: attention heads.
         d_ff: feed-forward width.
         gated: gated feed-forward layers; if not, plain ones.
-        activation: relu, or relu2 for its square, which sparse layers compute in plain layers alone; there
-            `twell-lab train` makes those, unless told otherwise.
+        activation: relu, or relu2 for its square, which sparse layers compute in plain layers alone: there `twell-lab
+            train` makes those.
         tokenizer: what the model reads the text as: bytes, bpe:4096 (a BPE of that size, trained on the text), or a
             tokenizer's file; unless named, what the text comes with, or bytes.
 
@@ -62,8 +62,8 @@ class TrainConfig:
         l1_delay: steps without the penalty.
         l1_warmup: steps over which its coefficient then grows linearly to l1.
         dead_window: a neuron that has not fired for this many tokens counts as dead; 0 does not track neurons.
-        reinit: every dead_every steps the gate rows of dead neurons get this share (the paper's is 0.1) of fresh normal
-            numbers (see twell_lab.training.objective); 0 leaves them dead. Needs a dead_window.
+        reinit: every dead_every steps the gate rows of dead neurons get this share (0.1 in the paper) of fresh normal
+            numbers; 0 leaves them dead. Needs a dead_window.
         dead_every: steps between two re-initialisations.
 
     The steps:
@@ -84,8 +84,7 @@ class TrainConfig:
         kernels: off trains the dense layers; sparse trains through this package's kernels; auto lets each layer go over
             to them when it fires little enough. Both need a GPU and bfloat16, and are torch's operations elsewhere.
         parallel: under torchrun, ddp keeps the whole model on each process, fsdp a share of it.
-        compile: run forward and loss through torch.compile; the first step then takes as long as compiling does. With
-            kernels auto layer by layer, since each change of a path is another graph.
+        compile: run forward and loss through torch.compile, with kernels auto layer by layer.
 
     Reports:
         log_every: steps between two rows of the history, which are the lines of metrics.jsonl.
@@ -148,8 +147,6 @@ class TrainConfig:
                 f"kernels is {self.kernels!r} with activation {self.activation!r} in gated layers; accepted: kernels "
                 "'off', or activation 'relu', or plain layers (gated=False), which sparse layers compute"
             )
-        if self.batch % self.accumulate:
-            raise InputError(f"accumulate is {self.accumulate}; accepted: a divisor of batch, {self.batch}")
         if self.reinit and not self.dead_window:
             raise InputError(f"reinit is {self.reinit} with dead_window 0; accepted: a dead_window from 1 up")
         if self.from_ is None:
@@ -231,11 +228,11 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 class TrainResult:
     """A trained model and how it got there.
 
-    model: on the device it was trained on, in evaluation mode; with `from_` of the kind that it started from. config:
-    what it was trained with. validation_bits_per_byte: cross-entropy on held-out text at the end. mean_nnz: how many
-    neurons fire at a token of it (see twell_lab.profile), averaged over tokens and layers; density: their share, and
-    dead: how many never fire on it, by layer. text: name, sha256 and size in bytes of the whole text, and the sizes of
-    its training and validation parts. seconds: wall time of the loop. tokens: how many it was trained on.
+    model: on the device it was trained on, in evaluation mode; with `from_` of the kind that it started from.
+    validation_bits_per_byte: cross-entropy on held-out text at the end. mean_nnz: how many neurons fire at a token of
+    it, averaged over tokens and layers; density: their share, and dead: how many never fire on it, by layer. text:
+    name, sha256 and size in bytes of the whole text, and the sizes of its parts. seconds: wall time of the loop.
+    tokens: how many it was trained on.
 
     history: one dict for the first step, the last, every `log_every` and every `eval_every` steps: step (from 1), loss,
     ce (nats a token), l1_term (what the penalty adds to the loss), nnz (mean over tokens and layers), nnz_layers and

@@ -61,8 +61,7 @@ def train(
     Args:
         config: what to train, on what, and how long.
         out: a folder, of this run alone, for the trained model, metrics.jsonl (the rows of the history) and a
-            checkpoint. It is saved about every five minutes, at the end, and on Ctrl-C or SIGTERM, and replaces the one
-            before.
+            checkpoint, saved about every five minutes, at the end, and on Ctrl-C or SIGTERM.
         resume: such a folder: go on from its checkpoint, as if the run had never stopped. The config must be the one it
             began with, but for the fields in checkpoint.FREE; with more `steps`, the learning rate falls along their
             cosine from there on. `out` is that folder unless given.
@@ -70,9 +69,9 @@ def train(
         on_step: called with each row of the history as it is made.
 
     TextError for a text that cannot be read or is too short; DeviceError for a device that is not there; StackError for
-    an optional package that is missing; InputError for a model, a checkpoint or an `out` that cannot be used, and where
-    a loss or a weight is no finite number: nothing of that is saved. checkpoint.Interrupted, a KeyboardInterrupt, once
-    an interrupted run is saved."""
+    a package that is missing; InputError for a model, a checkpoint or an `out` that cannot be used, and where a loss or
+    a weight is no finite number, before it is saved. checkpoint.Interrupted, a KeyboardInterrupt, once an interrupted
+    run is saved."""
     if not isinstance(config, TrainConfig):
         raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")
     with parallel.joined(config.device) as world, ExitStack() as ending:

@@ -239,7 +239,7 @@ def test_bits_per_byte_count_the_bytes_that_were_predicted(tiny, some_text):
 
 WRONG = {"l1": (-1e-9, math.nan, "0.1", None, 1e39), "steps": (0, 1.5), "heads": (3,), "d_ff": (12.5,), "lr": (0,)}
 WRONG |= {"gated": ("yes",), "seed": (-1, True, 2**64), "device": (3.5, torch.device("cpu")), "text": (7,)}
-WRONG |= {"dtype": ("float16",), "compile": (1,), "accumulate": (0, 3), "dead_window": (-1,), "reinit": (1.5, 0.1)}
+WRONG |= {"dtype": ("float16",), "compile": (1,), "accumulate": (0,), "dead_window": (-1,), "reinit": (1.5, 0.1)}
 WRONG |= {"tokenizer": (7,)}
 
 
@@ -252,6 +252,8 @@ def test_a_wrong_value_is_refused_by_name(tiny, name, value):
 def test_what_does_not_go_together_is_named_and_numbers_of_numpy_are_numbers(tiny):
     with pytest.raises(InputError, match="config is a dict; accepted: a TrainConfig"):
         train({"l1": 1.0})
+    with pytest.raises(InputError, match="batch is 4 with accumulate 3 and 1 processes; accepted: a multiple of 3"):
+        train(tiny(accumulate=3))
     for kernels in ("auto", "sparse"):
         with pytest.raises(InputError, match=f"kernels is '{kernels}' with activation 'relu2' in gated layers; acc"):
             tiny(kernels=kernels, activation="relu2")

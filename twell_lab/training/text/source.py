@@ -84,11 +84,12 @@ class Text:
         size, count = cut or (_end(self.starts, self.size, (1 - fraction) * self.size),) * 2
         if not 0 < count < len(self.tokens):
             raise TextError(f"{self.name} has {self.size} bytes; splitting needs at least 2")
-        inside = [start for start in self.starts if start < size]
-        beyond = [0, *(start - size for start in self.starts if start > size)]
-        first = replace(self, size=size, tokens=self.tokens[:count], starts=inside, cut=None)
-        rest = replace(self, size=self.size - size, tokens=self.tokens[count:], starts=beyond, cut=None)
-        return replace(first, name=f"{self.name}, training part"), replace(rest, name=f"{self.name}, validation part")
+        first, rest = f"{self.name}, training part", f"{self.name}, validation part"
+        starts = [start for start in self.starts if start < size]
+        return (
+            replace(self, name=first, size=size, tokens=self.tokens[:count], starts=starts, cut=None),
+            replace(self, name=rest, size=self.size - size, tokens=self.tokens[count:], starts=(0,), cut=None),
+        )
 
 
 def _end(starts: Sequence[int], size: int, held_out: float) -> int:
