@@ -33,7 +33,7 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "generate": "models.generate",
     "train": "training.loop",
     "TrainConfig": "training.config",
-    "SparsityCallback": "training.callback",
+    "SparsityCallback": "training.objective",
     "kernel": "ops.kernels",
     "TwellError": "core",
     "InputError": "core",

@@ -39,7 +39,9 @@ def train(
     *,
     out: Annotated[Path | None, "a new folder, for metrics, checkpoints for --resume, and the trained model"] = None,
     resume: Annotated[Path | None, "go on with the run there; --steps, where and how it computes may change"] = None,
-    config: Annotated[str | None, "what to start from: 1M to 2B, 'list' shows them; or a file of YAML or JSON"] = None,
+    config: Annotated[
+        str | None, "what to start from: 1M 5M 20M 60M 150M 0.5B 1B 1.5B 2B, or a YAML or JSON file"
+    ] = None,
     **fields: Any,
 ) -> Answer | None:
     """Train a small ReLU language model, with an L1 penalty if asked for.
@@ -54,15 +56,12 @@ def train(
     Ctrl-C, SIGTERM and every five minutes save the run; about a tenth of the text
     is held out for validation; metrics.jsonl in --out has a line for every
     --log-every steps. On a GPU, --dtype bfloat16 --compile is several times faster."""
-    from ..training import checkpoint, presets
+    from ..training import checkpoint
+    from ..training.config import of
 
-    if config == "list":
-        return Answer(presets.rows(), presets.table())
-    asked = {**(presets.of(config) if config is not None else {}), **fields}
+    asked = {**(of(config) if config is not None else {}), **fields}
     if asked.get("activation") == "relu2" and resume is None and "from_" not in asked:
         asked.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
-    if asked.get("checkpoint_every") and not (out or resume):
-        raise InputError(f"--checkpoint-every is {asked['checkpoint_every']} without --out; accepted: with one")
     told = checkpoint.config_of(resume, **asked) if resume else tl.TrainConfig(**asked)
     result = tl.train(told, out=out, resume=resume)
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
@@ -82,12 +81,9 @@ def prepare(
     tokenizer: Annotated[str | None, "bytes, bpe:4096 (a BPE of that size, trained here), or a file [bytes]"] = None,
 ) -> Answer:
     """Read a text of any length once, encode it, and keep its tokens for training."""
-    from tqdm import tqdm
+    from ..training.text import source
 
-    from ..training.text.source import prepare as prepare_text
-
-    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        read = prepare_text(text, out, tokenizer=tokenizer, on_bytes=lambda size: bar.update(size - bar.n))
+    read = source.prepare(text, out, tokenizer=tokenizer)
     training, validation = (len(part.tokens) for part in read.split())
     said = (
         f"prepare: {read.size:,} bytes of {read.name} as {len(read.tokens):,} {read.tokenizer.unit}, {validation:,} of "

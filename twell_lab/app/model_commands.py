@@ -51,14 +51,16 @@ def model_and_windows(name: str, text: str | None, count: int = 1, *, tokens: in
     text. A model of transformers reads the text with its own tokenizer, in windows of 512 tokens at most; ours with the
     one that training saved in its folder, or as bytes."""
     from ..training import checkpoint
-    from ..training.text.source import is_prepared, load_any, spread_windows
+    from ..training.text.source import is_prepared, load, spread_windows
 
     if count < 1:
         raise InputError(f"--windows is {count}; accepted: 1 or more")
     model, tokenizer, own = opened(name)
-    whole = load_any(text, tokenizer=tokenizer if own else None)
-    trained_on = checkpoint.load(name)["text"].get("sha256") if own and checkpoint.exists(name) else None
-    part = whole.split()[1] if text is None or is_prepared(text) or whole.sha256 == trained_on else whole
+    whole = load(text, tokenizer=tokenizer if own else None)
+    trained = own and Path(name, checkpoint.STATE).is_file()
+    trained_on = checkpoint.load(name)["text"].get("sha256") if trained else None
+    seen = text is None or is_prepared(text) or whole.sha256 == trained_on
+    part = whole.split()[1] if seen else whole
     context = model.config.context if own else min(512, getattr(model.config, "max_position_embeddings", None) or 512)
     count = max(count, -(-tokens // context))
     ids, unit = part.tokens, part.tokenizer.unit if own else "tokens"
@@ -107,7 +109,7 @@ def sample(
     if not prompt or prompt != prompt.encode("utf-8", "ignore").decode():
         raise InputError(f"--prompt is {prompt!r:.80}; accepted: UTF-8 of one character or more")
     if own:
-        ids = tokenizer.encode(torch.tensor([*prompt.encode()], dtype=torch.uint8)).long()
+        ids = tokenizer.encode([prompt.encode()]).long()
         decode = lambda ids: tokenizer.decode(ids).decode("utf-8", "replace")
     else:
         ids = tokenizer(prompt, return_tensors="pt").input_ids[0]

@@ -120,7 +120,7 @@ def _where(record: Record | None) -> str:
 
 # ---- a layer ----
 
-SHAPE = {"gated": True, "d_model": 2048, "d_ff": 5632}
+SHAPE: dict[str, Any] = {"gated": True, "d_model": 2048, "d_ff": 5632}
 DRAWN = SHAPE | {"workload": "independent, lognormal"}  # each neuron fires by itself, some far more often than others
 PLAIN = {"graph": False, "wall_ms": bool}  # plain calls
 FIRES_29 = {"nnz": lambda nnz: 25 < nnz < 33}

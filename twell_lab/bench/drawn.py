@@ -20,11 +20,11 @@ from ..formats.twell import VALUE_DTYPES
 from ..layers.find import feed_forwards
 from ..models.tiny import ModelConfig, parameters
 from ..ops import clock
-from ..training import presets
+from ..training import config as named_sizes
 from .rows import need
 
 SEEN = 4096  # tokens that the biases are set on, and that a profile counts: so many, or two windows
-NAMES = presets.NAMES  # of the sizes that `sizes_of` knows; the last four are the paper's
+NAMES = named_sizes.NAMES  # of the sizes that `sizes_of` knows; the last four are the paper's
 # Of 5,632 neurons: the mean nnz of the first layer of the paper's 2B model, of its last one, and over all layers.
 _D_FF, _LEAST, _MOST, _MEAN = 5632, 2.0, 109.0, 29.0
 
@@ -33,9 +33,9 @@ def sizes_of(size: str | ModelConfig) -> ModelConfig:
     """Return the sizes of this name, with this project's vocabulary, or these themselves. InputError for another name,
     and for a configuration that a Llama does not have."""
     if isinstance(size, str):
-        fields = presets.named(size)
+        fields = named_sizes.named(size)
         sizes = {name: fields[name] for name in ("layers", "d_model", "d_ff", "heads", "context")}
-        return ModelConfig(**sizes, vocabulary=presets.BPE if "tokenizer" in fields else presets.BYTES)
+        return ModelConfig(**sizes, vocabulary=named_sizes.BPE if "tokenizer" in fields else 256)
     what = f"the configuration has gated={size.gated} and activation={size.activation!r}, and a Llama is drawn"
     need(size.gated and size.activation == "relu", what, "gated=True and 'relu', or a model of these sizes")
     return size

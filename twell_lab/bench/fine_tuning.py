@@ -20,7 +20,7 @@ from ..models.relufy import relufy
 from ..models.swap import sparsify
 from ..models.tiny import ModelConfig
 from ..ops import clock
-from ..training.callback import SparsityCallback
+from ..training.objective import SparsityCallback
 from ..training.text import source
 from . import drawn, rows
 

@@ -29,7 +29,7 @@ from ..training.config import TrainConfig
 from ..training.loop import autocast, initial_model, train
 from ..training.objective import bits_per_byte, cross_entropy
 from ..training.text import source
-from ..training.text.source import load_any
+from ..training.text.source import load
 from . import rows
 from .rows import DENSE
 from .workloads import PLACES, Causal, Workload, check_cut, layer_errors
@@ -91,7 +91,7 @@ class Trained:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.model = config, train(config, progress=False).model
-        self.device, self.text = next(self.model.parameters()).device, load_any(config.text)
+        self.device, self.text = next(self.model.parameters()).device, load(config.text)
         self.seen, held_out = (part.tokens for part in self.text.split())
         self.held_out = source.spread_windows(held_out, config.eval_windows, config.context).to(self.device)
 

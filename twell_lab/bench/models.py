@@ -71,7 +71,7 @@ def model(
 
     Args:
         model: one of transformers or this project's, dense and in evaluation mode, as `tl.load` gives it; or sizes: a
-            ModelConfig, or a name of twell_lab.training.presets, among them the paper's "0.5B", "1B", "1.5B" and "2B".
+            ModelConfig, or a name of twell_lab.training.config, among them the paper's "0.5B", "1B", "1.5B" and "2B".
             Of sizes a Llama with random weights is drawn, in which as large a share of the neurons fires as the paper
             reports (0.5%): rows call it drawn.
         tokens: of each forward: up to the model's context (2,048 at most), or a multiple of it, which is that many

@@ -65,7 +65,7 @@ def read(name: str | os.PathLike, device: str = "cpu") -> Own:
     model = published.load(place, dtype=dtype_for(device), device=device)
     if isinstance(model, LanguageModel):
         own, context = tokenizer_of(place, model.config.vocabulary), model.config.context
-        encode = lambda text: own.encode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).long()
+        encode = lambda text: own.encode([text.encode()]).long()
         decode = lambda tokens: own.decode(tokens).decode("utf-8", "replace")
     else:
         theirs = published.tokenizer_of(Path(place))

@@ -9,7 +9,6 @@ import torch
 
 import twell_lab as tl
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.training.text.source import of_pieces
 from twell_lab.training.text.tokenizer import train
 
 
@@ -46,10 +45,10 @@ def test_sparse_layers_are_planned_and_say_the_same(ask, value, model):
 
 def test_a_model_of_a_bpe_speaks_its_tokens(ask, value, refused, tmp_path):
     pytest.importorskip("tokenizers")
-    bpe = train(of_pieces("text", [b"some text, some more text, and some more\n" * 20]), 280)
+    bpe = train([b"some text, some more text, and some more\n" * 20], 280, "text")
     folder = LanguageModel(ModelConfig(bpe.vocabulary, 16, 1, 2, 32, 16)).save(tmp_path / "model")
     assert "the tokenizer" in refused("sample", folder)
-    bpe.save(folder / "tokenizer.json")
+    (folder / "tokenizer.json").write_text(bpe.content)
     asked = ("--prompt", "some", "--tokens", "9")
     found = value("sample", folder, *asked)
     assert found["text"] == bpe.decode(torch.tensor(found["tokens"])).decode("utf-8", "replace")
