@@ -101,14 +101,13 @@ MODELS = {"sparsellama": SparseLlamaForCausalLM, "minicpm": MiniCPMForCausalLM, 
 def configured(kind: str, entries: dict) -> tuple[type, Any]:
     """Return the class and the configuration that these entries of a config.json stand for. InputError where they are
     those of a model that none above computes."""
-    theirs = {name: value for name, value in entries.items() if name not in ("model_type", "auto_map", "architectures")}
+    own = ("model_type", "auto_map", "architectures")
+    theirs = {name: value for name, value in entries.items() if name not in own and not name.startswith("sparsity_")}
     if kind == "llama_sparse_relu":
-        model = (
-            transformers.LlamaForCausalLM if entries.get("sparsity_gated_mlp", True) else transformers.ArceeForCausalLM
-        )
-        wide = entries.get("sparsity_new_intermediate_size") or entries["intermediate_size"]
-        theirs = {name: value for name, value in theirs.items() if not name.startswith("sparsity_")}
-        return model, model.config_class.from_dict(theirs | {"hidden_act": "relu", "intermediate_size": wide})
+        gated, wide = entries.get("sparsity_gated_mlp", True), entries.get("sparsity_new_intermediate_size")
+        model = transformers.LlamaForCausalLM if gated else transformers.ArceeForCausalLM
+        theirs |= {"hidden_act": "relu"} | ({} if wide is None else {"intermediate_size": wide})
+        return model, model.config_class.from_dict(theirs)
     known = ("relu",) if kind == "bamboo" else ("relu", "fatrelu")
     if entries.get("hidden_act") not in known:
         raise InputError(f"hidden_act is {entries.get('hidden_act')!r:.80}; accepted in a {kind}: {', '.join(known)}")
