@@ -209,8 +209,7 @@ def test_tokens_are_drawn_as_often_as_transformers_would(how):
     transformers = pytest.importorskip("transformers")
     many, scores = 20_000, torch.tensor([[0.0, 1.0, -0.7, 3.0, 2.0]])
     step = Step((many, 8, (True, bool(how)), (), 0, 0), scores.expand(many, -1), module.Keys(8))
-    rule = module._Rule(2.0, how.get("top_k", 0), how.get("top_p", 1.0))
-    step.load(1, rule)
+    step.load(1, (2.0, how.get("top_k", 0), how.get("top_p", 1.0)), None)
     step.noise.exponential_(generator=torch.Generator().manual_seed(0))
     step.choose(scores.expand(many, -1))
     left = scores / 2.0
