@@ -3,8 +3,7 @@
 The two compute the same. Ours keeps query, key and value in one matrix, in this order, and has other names; that is all
 that differs. Llama's feed-forward layer is gated, so a model with plain layers has no such form. A model that reads
 bytes gets a byte-level BPE without merges, whose token numbers are the values of the bytes. Byte 0, which no text has
-that a model of ours is trained on, is the special token EDGE there: lm-eval asks for one that begins a text.
-"""
+that a model of ours is trained on, is the special token EDGE there: lm-eval asks for one that begins a text."""
 
 from __future__ import annotations
 
@@ -49,11 +48,8 @@ def config_of(sizes: dict, dtype: torch.dtype) -> dict:
         "head_dim": sizes["d_model"] // sizes["heads"],
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False),
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -73,12 +69,10 @@ def to_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def tokenizer_files(tokenizer: str | None, context: int) -> dict[str, str]:
     """Return the tokenizer's files by name. tokenizer: what a tokenizer.json holds; None for a model of bytes."""
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-        **(dict.fromkeys(("bos_token", "eos_token", "pad_token"), EDGE) if tokenizer is None else {}),
-    }
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
+    about |= {"clean_up_tokenization_spaces": False}
+    if tokenizer is None:
+        about |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), EDGE)
     content = bytes_tokenizer() if tokenizer is None else tokenizer
     return {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
 
@@ -97,15 +91,8 @@ def bytes_tokenizer() -> str:
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocabulary = {character if byte else EDGE: byte for byte, character in enumerate(alphabet())}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    fields = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": 0, "content": EDGE, **plain, "special": True}],
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }
+    fields = {"version": "1.0", "truncation": None, "padding": None}
+    fields |= {"added_tokens": [{"id": 0, "content": EDGE, **plain, "special": True}], "normalizer": None}
+    fields |= {"pre_tokenizer": level, "post_processor": None, "decoder": level}
+    fields |= {"model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
     return json.dumps(fields, indent=1) + "\n"

@@ -92,15 +92,17 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
     Where the plan takes torch's own dense layer for every number of tokens, that stays in its place, or comes back."""
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     tied = {number for number, many in owners.items() if many > 1}  # of parameters that several modules have
+    plans = {found.name: told.layer(found.name) if isinstance(told, Plan) else told for found in layers}
+    stays = {name for name, plan in plans.items() if getattr(plan, "unchanged", False)}
     swapped: list[tuple[str, SparseFFN]] = []
     undo: list[Callable[[], object]] = []
     for found in layers:
-        source, plan = found.module, told.layer(found.name) if isinstance(told, Plan) else told
+        source, plan = found.module, plans[found.name]
         try:
             if isinstance(source, SparseFFN):
                 undo.append(partial(source.follow, source.plan))
                 source.follow(plan)
-            elif not _stays(plan):
+            elif found.name not in stays:
                 sparse = SparseFFN(source, plan=plan, tied=tied, probed=found.both, **geometry)
                 swapped.append((found.name, sparse))
                 undo.append(sparse.close)
@@ -108,32 +110,30 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
             for back in reversed(undo):
                 back()
             raise type(error)(f"layer {found.name!r}: {error}") from None
+    seats = {}
     for name, sparse in swapped:
         if isinstance(sparse.source, Expert):
             experts = sparse.source.of
             experts.add_module(name.rpartition(".")[2], sparse)
             if not isinstance(vars(experts).get("forward"), Routed):
                 Routed(experts)
-        elif not sparse.registered:
+        elif sparse.registered:
+            seats[sparse.source] = sparse
+        else:
             sparse.take_seat()
-    of_their_own = [sparse for _, sparse in swapped if sparse.registered and not isinstance(sparse.source, Expert)]
-    model = replaced(model, {sparse.source: sparse for sparse in of_their_own})
+    model = replaced(model, seats)
     for found in layers:
-        if isinstance(found.module, SparseFFN) and _stays(found.module.plan):
+        if isinstance(found.module, SparseFFN) and found.name in stays:
             model = _take_out(model, found.module)
-    choices = [told] if isinstance(told, Choice) else [one for layer in told.layers for one in layer.choices.values()]
+    choices = [c for plan in plans.values() for c in ([plan] if isinstance(plan, Choice) else plan.choices.values())]
     if any(choice.path in FOR_CUT for choice in choices):
         for module in model.modules():
             if type(module) is nn.Linear and ThresholdedInput.of(module):
                 skip(module)  # or it stays as it is, with the same zeros
     vars(uncompiled(model)).pop(PLANNED, None)
-    if isinstance(told, Plan) and any(map(_stays, told.layers)):
+    if stays:
         vars(uncompiled(model))[PLANNED] = told
     return model
-
-
-def _stays(plan: LayerPlan | Choice) -> bool:
-    return isinstance(plan, LayerPlan) and plan.unchanged  # the layer is left as the model has it
 
 
 def find_layers(model: nn.Module, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:

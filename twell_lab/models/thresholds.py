@@ -9,10 +9,8 @@ zero, so that it can be skipped; the model then computes something else than bef
   hidden values before down. What is zero there spares a column of what it enters. With `attention` on the inputs of
   the other projections of these layers' blocks, too, as published: q, k, v and o.
 - "wina" (Chen et al., arXiv 2505.19427): on the same inputs, each scored by |x_i| times the norm of column i of what it
-  enters. The paper (its equation 4) does so for each projection by itself, and so it is for q, k, v and o. gate and up
-  have one threshold, and count as one matrix, of which an input meets one column: as the paper's code does for Phi-4,
-  which stores them so. One score then spares columns of both, which kernels read together. The paper also rotates
-  weights first, so that the columns of k and gate are orthogonal, and scores the others by |x_i|; here none is rotated.
+  enters (equation 4). gate and up count as one matrix, as in the paper's code for Phi-4, which stores them so: one
+  score spares columns of both, which kernels read together. The paper also rotates weights first; here none is.
 
 A place's threshold is the quantile of the magnitudes that were seen there while the model ran over some batches
 (`calibrate`). All places get the same sparsity."""
@@ -53,8 +51,8 @@ _SCORES = 2**26  # scores of next tokens that are in memory at a time
 
 
 class Histogram:
-    """How many values of each magnitude were seen, on a logarithmic scale from 2**-24 to 2**16, in memory that does not
-    grow with them. counts: int64, exact zeros and then those up to each further edge, larger ones with the last."""
+    """How many values of each magnitude were seen, on a logarithmic scale from 2**-24 to 2**16. counts: int64, exact
+    zeros and then those up to each further edge, larger ones with the last."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros(len(_EDGES), dtype=torch.int64, device="cpu")
@@ -97,20 +95,20 @@ class LayerCalibration:
     @torch.no_grad()
     def add(self, x: Tensor, gate: Gate, rows: Rows) -> None:
         """Count what one forward of the layer gives; as analysis.running.run calls it."""
-        x, up, values = rows.kept(x), self.layer.up, {INPUT: rows.kept(x)}
+        x, up = rows.kept(x), self.layer.up
+        values = {INPUT: x}
         if len(x) and not self.alone:
-            values["activation"] = self.layer.acts(rows.kept(gate(ALL)).clone())  # it may work in place
+            acts = self.layer.acts(rows.kept(gate(ALL)).clone())  # it may work in place
             beside = 1 if self.layer.gate is None or HIDDEN not in self.sites else F.linear(x, up.weight, up.bias)
-            values[HIDDEN] = values["activation"] * beside
+            values |= {"activation": acts, HIDDEN: acts * beside}
         for site, histogram in self.sites.items() if len(x) else ():
             histogram.add(values[site] * self.scales[site], f"{self.name}, {site}")
         self.tokens += len(x)
-        if self.alone:
-            return
-        fresh = torch.rand(len(x), generator=self._draw, dtype=torch.float64, device="cpu")
-        keys, inputs = torch.cat([self._keys, fresh]), torch.cat([self.rows.to(x), x])
-        best = keys.topk(min(ROWS, len(keys))).indices.sort().values
-        self._keys, self.rows = keys[best], inputs[best.to(x.device)]
+        if not self.alone:
+            fresh = torch.rand(len(x), generator=self._draw, dtype=torch.float64, device="cpu")
+            keys, inputs = torch.cat([self._keys, fresh]), torch.cat([self.rows.to(x), x])
+            best = keys.topk(min(ROWS, len(keys))).indices.sort().values
+            self._keys, self.rows = keys[best], inputs[best.to(x.device)]
 
     @torch.no_grad()
     def error(self, thresholds: dict[str, float]) -> float:
@@ -137,16 +135,11 @@ class Calibration:
     layers: list[LayerCalibration]
     projections: list[LayerCalibration]
 
-    @property
-    def tokens(self) -> int:
-        """Return how many tokens the layers saw: the largest number among them, should they differ."""
-        return max(layer.tokens for layer in self.layers)
-
     def at(self, sparsity: float) -> Thresholds:
         """Return the thresholds for this sparsity, a share as `thresholds` takes it."""
         _check_sparsity(sparsity)
         layers, projections = ([one.at(sparsity) for one in some] for some in (self.layers, self.projections))
-        return Thresholds(self.method, float(sparsity), self.tokens, layers, projections)
+        return Thresholds(self.method, float(sparsity), max(one.tokens for one in self.layers), layers, projections)
 
 
 def calibrate(
@@ -258,17 +251,6 @@ class LayerThresholds:
     density: dict[str, float]
     error: float | None
 
-    @property
-    def matrices(self) -> int:
-        """Return how many matrices of d_ff x d_model it has."""
-        return 3 if self.gated else 2 if self.activation else 1
-
-    @property
-    def spared(self) -> float:
-        """Return how many of these matrices' worth of multiplications meet a zero: a gated layer's activation and
-        inputs stand for two each."""
-        return sum((1 - share) * (1 + (self.gated and site != HIDDEN)) for site, share in self.density.items())
-
 
 @dataclass(frozen=True)
 class Thresholds(Saved):
@@ -300,26 +282,23 @@ class Thresholds(Saved):
 
     @property
     def spared(self) -> float:
-        """Return the share of the multiplications by these weights that meet a zero, on the calibration batches."""
-        zero, whole = (
-            sum(getattr(layer, what) * layer.d_ff * layer.d_model for layer in self.all)
-            for what in ("spared", "matrices")
-        )
+        """Return the share of the multiplications by these weights that meet a zero, on the calibration batches. A
+        gated layer's activation and inputs stand for two matrices each."""
+        zero = whole = 0.0
+        for layer in self.all:
+            met = sum((1 - share) * (1 + (layer.gated and site != HIDDEN)) for site, share in layer.density.items())
+            zero += met * layer.d_ff * layer.d_model
+            whole += (3 if layer.gated else 2 if layer.activation else 1) * layer.d_ff * layer.d_model
         return zero / whole
 
-    def table(self) -> list[dict]:
-        """Return one row a layer, JSON-able: layer, threshold and density of each place, error."""
-        return [
-            {"layer": layer.name}
+    def __str__(self) -> str:
+        rows = [
+            {"layer": layer.name or "layer"}
             | {f"{site} threshold": value for site, value in layer.thresholds.items()}
             | {f"{site} density": value for site, value in layer.density.items()}
             | {"error": layer.error}
             for layer in self.layers
         ]
-
-    def __str__(self) -> str:
-        """Lay `table` out as lines of text, and say that this is lossy."""
-        rows = [{**row, "layer": row["layer"] or "layer"} for row in self.table()]
         cut = any(value > 0 for layer in self.layers for value in layer.thresholds.values())
         attention = f", {len(self.projections)} projections of attention included" if self.projections else ""
         label = LOSSY if cut else "so many values are zero by themselves: no threshold is above 0, nothing is changed"

@@ -241,15 +241,10 @@ class LanguageModel(nn.Module):
                 raise InputError(f"there is no model in {str(folder)!r}: no {name}{hint}")
         try:
             entries = read_json(folder / "config.json", "model")
-            if not isinstance(entries, dict) or type(entries.get("format")) is not int or entries["format"] != FORMAT:
-                had = (
-                    {name: entries.get(name) for name in ("format", "model_type")}
-                    if isinstance(entries, dict)
-                    else entries
-                )
+            if not isinstance(entries, dict) or entries.get("format") != FORMAT:
                 raise InputError(
-                    f"config.json has {had!r:.80}; accepted: format {FORMAT}, as LanguageModel.save writes it (tl.load "
-                    "reads models of transformers, too)"
+                    f"config.json is {entries!r:.200}; accepted: format {FORMAT}, as LanguageModel.save writes it "
+                    "(tl.load reads models of transformers, too)"
                 )
             del entries["format"]
             config, weights = ModelConfig(**entries), safetensors.torch.load_file(folder / "model.safetensors")
