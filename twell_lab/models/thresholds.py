@@ -152,7 +152,11 @@ def calibrate(
         raise InputError(f"method is {method!r:.80}; accepted: {', '.join(map(repr, SITES))}")
     if not isinstance(attention, bool) or attention and method == "cats":
         raise InputError(f"attention is {attention!r:.80}; accepted: False, and True with method 'teal' or 'wina'")
-    if not (chosen := _layers(model, only)):
+    _check_dense(model)
+    modules = [*uncompiled(model).named_modules()]
+    linear = {name: module for name, module in modules if type(module) is nn.Linear}
+    found = [_place(*one) for one in modules if one[0] not in linear and named_family(one[1]) and selected(only, *one)]
+    if not (chosen := [place for place in found if place is not None]):
         raise InputError(
             f"no feed-forward layer in {type(model).__name__}{'' if only is None else ' that `only` takes'}; routed "
             f"experts, which share an activation, do not count; {accepted()}"
@@ -160,7 +164,10 @@ def calibrate(
     _check_without(model)
     check_all((layer.name, layer.module) for layer in chosen)
     layers = [LayerCalibration(layer, method) for layer in chosen]
-    projections = [LayerCalibration(one, method) for one in (_projections(model, chosen) if attention else ())]
+    blocks = tuple(f"{above}." for layer in chosen if (above := layer.name.rpartition(".")[0]))
+    own = {id(module) for layer in chosen for module in (*layer.module.modules(), layer.gate, layer.up, layer.down)}
+    others = [one for one in linear.items() if attention and one[0].startswith(blocks) and id(one[1]) not in own]
+    projections = [LayerCalibration(_place(*one), method) for one in others]
     run(model, [(one.layer, one.add) for one in (*layers, *projections)], batches)
     if idle := [layer.name for layer in layers if not layer.tokens]:
         raise InputError(f"{idle[0]!r} saw no token of the batches; accepted: one or more, or an `only` without it")
@@ -178,19 +185,6 @@ def _scales(method: str, layer: FeedForward) -> dict[str, float | Tensor]:
         for one in (layer.gate, layer.up, layer.down)
     )
     return {"activation": 1.0, INPUT: up if gate is None else torch.stack([gate, up]).norm(dim=0), HIDDEN: down}
-
-
-def _linears(model: nn.Module) -> dict[str, FeedForward]:
-    """Return the plain linear layers of a model by name, each as a layer that is one projection alone."""
-    linears = ((name, module) for name, module in uncompiled(model).named_modules() if type(module) is nn.Linear)
-    return {name: FeedForward(name, module, None, module, module) for name, module in linears}
-
-
-def _projections(model: nn.Module, layers: list[FeedForward]) -> list[FeedForward]:
-    """Return the plain linear layers of the blocks that these layers are in, without the layers' own."""
-    blocks = tuple(f"{above}." for layer in layers if (above := layer.name.rpartition(".")[0]))
-    own = {id(module) for layer in layers for module in (*layer.module.modules(), layer.gate, layer.up, layer.down)}
-    return [one for name, one in _linears(model).items() if name.startswith(blocks) and id(one.module) not in own]
 
 
 def thresholds(
@@ -370,10 +364,10 @@ class Thresholds(Saved):
 
     def _pairs(self, model: nn.Module) -> list[tuple[LayerThresholds, FeedForward]]:
         """Return the thresholds beside the model's layers that they are for. InputError for another model."""
-        names, pairs = {layer.name for layer in self.layers}, []
-        there, linears = {one.name: one for one in _layers(model, lambda name, _: name in names)}, _linears(model)
+        _check_dense(model)
+        modules, pairs = dict(uncompiled(model).named_modules()), []
         for layer in self.all:
-            place = (there if layer.activation else linears).get(layer.name)
+            place = _place(layer.name, modules[layer.name]) if layer.name in modules else None
             wanted = (layer.d_model, layer.d_ff, layer.gated, layer.activation)
             if place is None or _shape(place) != wanted:
                 said = "d_model {}, d_ff {}, gated {}, {}"
@@ -392,24 +386,23 @@ def _config(model: nn.Module) -> object | None:
     return config if hasattr(config, "to_json_file") else None
 
 
-def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
-    """Return every feed-forward layer of the model but routed experts, whatever its activation, which is `acts`:
-    without a threshold of ours, where one is on it. InputError for one that cannot be asked."""
-    _check_dense(model)
-    layers = []
-    for name, module in uncompiled(model).named_modules():
-        if experts_of(module) or named_family(module) is None or not selected(only, name, module):
-            continue
-        parts = parts_of(module)
-        weights = [] if parts is None else [p for owner in parts.owners for p in owner.parameters()]
-        if parts is None or any(p.is_meta or hasattr(p, "device_mesh") for p in weights):
-            raise InputError(
-                f"{title(name, module)}: its projections are quantised, adapted, sharded or on meta; accepted: plain "
-                "ones of torch.nn.Linear, or an `only` that leaves the layer out"
-            )
-        acts = parts.acts.activation if isinstance(parts.acts, ThresholdedActivation) else parts.acts
-        layers.append(FeedForward(name, module, parts.gate, parts.up, parts.down, acts))
-    return layers
+def _place(name: str, module: nn.Module) -> FeedForward | None:
+    """Return a feed-forward layer, whatever its activation, which is `acts`, without a threshold of ours on it; a plain
+    linear layer as one that is a projection alone; None for routed experts and others. InputError for a layer that
+    cannot be asked."""
+    if type(module) is nn.Linear:
+        return FeedForward(name, module, None, module, module)
+    if experts_of(module) or named_family(module) is None:
+        return None
+    parts = parts_of(module)
+    weights = [] if parts is None else [p for owner in parts.owners for p in owner.parameters()]
+    if parts is None or any(p.is_meta or hasattr(p, "device_mesh") for p in weights):
+        raise InputError(
+            f"{title(name, module)}: its projections are quantised, adapted, sharded or on meta; accepted: plain ones "
+            "of torch.nn.Linear, or an `only` that leaves the layer out"
+        )
+    acts = parts.acts.activation if isinstance(parts.acts, ThresholdedActivation) else parts.acts
+    return FeedForward(name, module, parts.gate, parts.up, parts.down, acts)
 
 
 def _check_dense(model: nn.Module) -> None:
