@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from twell_lab import records
 from twell_lab.analysis import predict
 from twell_lab.analysis.profile import FiringProfile, LayerProfile
+from twell_lab.analysis.running import POSITIONS
 from twell_lab.app import cli
 from twell_lab.core import InputError
 from twell_lab.ops import clock
@@ -95,9 +96,8 @@ def profiled(*nnzs: float, tokens: int = 1000) -> FiringProfile:
         firing = predict.firing_of(nnz)
         counts = (firing.frequency * tokens).round().long()
         histogram, in_tile = (firing.totals * tokens).round().long(), torch.zeros(257, dtype=torch.int64)
-        layers.append(
-            LayerProfile(f"layers.{number}", 2048, 5632, True, tokens, 256, 32, histogram, counts, in_tile, 0)
-        )
+        counted = histogram, counts, in_tile, 0, *torch.zeros(2, len(POSITIONS), dtype=torch.int64)
+        layers.append(LayerProfile(f"layers.{number}", 2048, 5632, True, tokens, 256, 32, *counted))
     return FiringProfile(layers)
 
 

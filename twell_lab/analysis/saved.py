@@ -1,5 +1,5 @@
 """Write and read profiles, plans and thresholds: as JSON with a format and a version, field by field. Their classes say
-what they hold: FiringProfile (profile.py), Plan (plan.py), Thresholds (models/thresholds.py)."""
+what they hold: FiringProfile (profile.py), Plan (planner.py), Thresholds (models/thresholds.py)."""
 
 from __future__ import annotations
 

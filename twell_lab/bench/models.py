@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..analysis import planner
-from ..analysis.plan import Plan
+from ..analysis.planner import Plan
 from ..analysis.profile import FiringProfile, captured, profile
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import is_threshold

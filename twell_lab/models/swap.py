@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import records
-from ..analysis.plan import COLUMNS, Plan, chosen
+from ..analysis.planner import COLUMNS, Plan, chosen
 from ..analysis.planner import plan as plan_layers
 from ..analysis.profile import count
 from ..core import InputError, TwellError

@@ -118,7 +118,7 @@ def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict
     with autocast(dtype, next(model.parameters()).device):
         profiled = profile(model, windows[:, :-1].split(EVAL_BATCH))
     layers, places = profiled.layers, profiled.by_position()
-    read = sorted(profiled.by_token(least=100), key=lambda row: row["token"])
+    read = sorted((row for row in profiled.by_token() if row["count"] >= 100), key=lambda row: row["token"])
     by_place = [[round(place["layers"][at] * layer.d_ff, 3) for place in places] for at, layer in enumerate(layers)]
     return {
         "counted": windows[:, :-1].numel(),
