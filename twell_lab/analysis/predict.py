@@ -19,7 +19,6 @@ from ..formats.twell import TILE, WORDS
 from ..layers.choice import DENSE, Choice
 from ..layers.paths import PATHS
 from ..ops import clock
-from ..ops.pack import PACK
 from ..simulator import H100
 from .costs import Firing, Rates, by_choice
 from .costs import predict as _parts
@@ -27,13 +26,11 @@ from .profile import FiringProfile
 
 # What an H100 80GB HBM3 reaches: operations a second of torch's gate GEMM for 16,384 tokens ("part: gate GEMM" of the
 # record portable-20261121T143453Z), and about how many seconds one more launch takes (analysis.costs.measure_rates).
-# Its memory and its L2 are those of simulator.H100.
 _MATMUL, _LAUNCH = 7.65e14, 2.5e-6
 _REACHED = "H100 SXM"
-_HOPPER = (9, 0)  # whose compute capability has the instructions of the kernels that fuse
+_HOPPER = "9.0"  # whose compute capability has the instructions of the kernels that fuse
 _WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
 _WIDEST = 2**18  # d_ff
-_TOKENS = (1, 16, 256, 2048, 16384)
 _FORCED = re.compile(r"forced (\w+)(?: (\d+))?")  # in records, a path that all layers took
 
 
@@ -74,22 +71,16 @@ def datasheets() -> list[dict]:
 
 def rates_of(gpu: str) -> Rates:
     """Return the rates that a GPU should reach, by its name in data/gpus.json or its driver's name, or words of it that
-    no other one has. InputError for another name, and for a GPU that is too old for the kernels."""
+    no other one has. InputError for another name."""
     sheets, asked = datasheets(), str(gpu).lower()
     words = {*asked.split()}
     alike = [sheet for sheet in sheets if asked in map(str.lower, [sheet["name"], *sheet["driver_names"]])]
     alike = alike or [sheet for sheet in sheets if words and words <= {*sheet["name"].lower().split()}]
-    alike.sort(key=lambda sheet: len(sheet["name"].split()))  # "5070" is no "RTX 5070 Ti"
-    if not alike or len({len(sheet["name"].split()) for sheet in alike[:2]}) < len(alike[:2]):
+    shortest = min((len(sheet["name"].split()) for sheet in alike), default=0)  # "5070" is no "RTX 5070 Ti"
+    named = [sheet for sheet in alike if len(sheet["name"].split()) == shortest]
+    if len(named) != 1:
         raise InputError(f"gpu is {gpu!r:.80}; accepted: {', '.join(sheet['name'] for sheet in alike or sheets)}")
-    sheet = alike[0]
-    capability = tuple(map(int, sheet["capability"].split(".")))
-    if capability < PACK.oldest:
-        oldest = ".".join(map(str, PACK.oldest))
-        raise InputError(
-            f"{sheet['name']} has compute capability {sheet['capability']}; {oldest} and newer are accepted"
-        )
-    (reached,) = (sheet for sheet in sheets if sheet["name"] == _REACHED)
+    (sheet,), (reached,) = named, (sheet for sheet in sheets if sheet["name"] == _REACHED)
     bandwidth = sheet["bandwidth_gb_s"] * H100.memory_bytes_per_s / reached["bandwidth_gb_s"]
     return Rates(
         device=sheet["name"],
@@ -99,7 +90,7 @@ def rates_of(gpu: str) -> Rates:
         matmul=sheet["tensor_tflops"] * _MATMUL / reached["tensor_tflops"],
         launch=_LAUNCH,
         cache=(sheet["l2_mb"] or reached["l2_mb"]) * 2**20,
-        fuses=capability == _HOPPER,
+        fuses=sheet["capability"] == _HOPPER,
     )
 
 
@@ -110,7 +101,7 @@ def predict(
     d_ff: int = 5632,
     *,
     gated: bool = True,
-    tokens: Iterable[int] = _TOKENS,
+    tokens: Iterable[int] = (1, 16, 256, 2048, 16384),
     kind: str = "lognormal",
 ) -> list[dict]:
     """Return what one layer of these sizes should take on a GPU, by the GPU's own time: a row for each number of tokens
