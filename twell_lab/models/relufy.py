@@ -54,11 +54,11 @@ def relufy(model: nn.Module, *, only: Only | None = None) -> nn.Module:
     layers, known = [], False
     for name, module in model.named_modules():
         parts = None if isinstance(module, SparseFFN) or stored(module) else parts_of(module)
-        known |= bool(parts or stored(module) or isinstance(module, SparseFFN))
-        place = parts.family.activation if parts else ACTIVATION
-        if not (parts or stored(module)) or is_relu(part := part_at(module, place)) or isinstance(part, SparseFFN):
+        if not (parts or stored(module) or isinstance(module, SparseFFN)):
             continue
-        if _of_text(model, name) if only is None else selected(only, name, module):
+        known, place = True, parts.family.activation if parts else ACTIVATION
+        done = isinstance(module, SparseFFN) or isinstance(part := part_at(module, place), SparseFFN) or is_relu(part)
+        if not done and (_of_text(model, name) if only is None else selected(only, name, module)):
             layers.append((name, module, place))
     if not known:
         raise InputError(f"no feed-forward layer in {type(model).__name__}: {other_layers(model)}; {accepted()}")

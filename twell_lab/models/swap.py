@@ -34,8 +34,6 @@ WAYS = (
     "name of its file; tl.sparsify(model, 'twell') or another path's name; tl.sparsify(model, tl.Choice(...))"
 )
 
-_COLUMNS = {"runs" if name == "choice" else name: heading for name, heading in COLUMNS.items()}
-_COLUMNS |= {"tokens": "tokens up to", "runs": "runs", "why": "why"}
 _UNKNOWN = ("tokens", "nnz", "us", "dense_us", "x_dense", "how")
 
 
@@ -228,7 +226,8 @@ class Report:
     rows: list[dict]
 
     def __str__(self) -> str:
-        return records.table([{**row, "layer": row["layer"] or "layer"} for row in self.rows], _COLUMNS)
+        rows = [{**row, "layer": row["layer"] or "layer", "choice": row["runs"]} for row in self.rows]
+        return records.table(rows, COLUMNS | {"tokens": "tokens up to", "choice": "runs"})
 
 
 def report(model: nn.Module, *, only: Only | None = None) -> Report:

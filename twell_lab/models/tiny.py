@@ -1,16 +1,14 @@
 """A small decoder-only language model with ReLU feed-forward layers: what the course trains and takes apart.
 
 The shape is the usual one (Llama's): RMSNorm before each part, causal attention with rotary positions, and a
-feed-forward layer that is either gated, `down(relu(gate(x)) * up(x))`, or plain, `down(relu(up(x)))`; in both
-the ReLU may be a squared one. The feed-forward modules carry the attribute names of transformers' LlamaMLP: what
-takes one takes the other.
-"""
+feed-forward layer that is either gated, `down(relu(gate(x)) * up(x))`, or plain, `down(relu(up(x)))`; in both the ReLU
+may be a squared one. Its modules have the names that they have in transformers' LlamaMLP."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -144,9 +142,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=llama.EPS)
         self.attention = Attention(config.d_model, config.heads)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=llama.EPS)
         kind = GatedFeedForward if config.gated else PlainFeedForward
         self.mlp = kind(config.d_model, config.d_ff, config.activation)
 
@@ -170,7 +168,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.norm = nn.RMSNorm(config.d_model, eps=llama.EPS)
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
         self._turn_positions()
         nn.init.normal_(self.embedding.weight)
@@ -209,7 +207,7 @@ class LanguageModel(nn.Module):
         """Write model.safetensors and config.json into `folder`, which is made where it is missing; return the folder.
 
         Raises InputError where the folder can't be written, and for a model with thresholds on it."""
-        return _write(folder, {"format": FORMAT, **asdict(self.config)}, self._weights())
+        return self._write(folder, {"format": FORMAT, **asdict(self.config)})
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: str | None = None) -> Path:
         """Write the model into `folder` as a LlamaForCausalLM with its tokenizer, which transformers and tl.load read;
@@ -218,16 +216,24 @@ class LanguageModel(nn.Module):
         tokenizer: what the tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes.
         InputError for plain feed-forward layers, which Llama lacks, and as `save`."""
         config = llama.config_of(asdict(self.config), self.head.weight.dtype)
-        files = llama.tokenizer_files(tokenizer, self.config.context)
-        return _write(folder, config, llama.to_llama(self._weights()), files)
+        return self._write(folder, config, llama.to_llama, llama.tokenizer_files(tokenizer, self.config.context))
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _write(self, folder: str | os.PathLike, config: dict, named: Callable = dict, files: Mapping = {}) -> Path:
+        """Write the weights, under the names that `named` gives them, and files, every one whole or not at all."""
         if lossy_parts(self):
             raise InputError(
                 "the model has thresholds on it, which its file does not hold; accepted: one without "
                 "(Thresholds.remove), and Thresholds.save beside it"
             )
-        return {name: value.detach().cpu() for name, value in self.state_dict().items()}
+        weights = named({name: value.detach().cpu() for name, value in self.state_dict().items()})
+        data = safetensors.torch.save({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})
+        content = {**files, "model.safetensors": data, "config.json": json.dumps(config, indent=2) + "\n"}
+        try:
+            for name, written in content.items():
+                write_atomically(Path(folder) / name, written)
+        except TwellError as error:
+            raise InputError(f"cannot save the model in {os.fspath(folder)!r}: {error}") from None
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> LanguageModel:
@@ -259,18 +265,6 @@ class LanguageModel(nn.Module):
             raise InputError(f"no model can be loaded from {str(folder)!r}: {reason:.400}") from error
         model._turn_positions()
         return model
-
-
-def _write(folder: str | os.PathLike, config: dict, weights: dict[str, Tensor], files: dict | None = None) -> Path:
-    """Write a model and further files into the folder, every one whole or not at all. InputError where it can't be."""
-    data = safetensors.torch.save({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})
-    content = {**(files or {}), "model.safetensors": data, "config.json": json.dumps(config, indent=2) + "\n"}
-    try:
-        for name, written in content.items():
-            write_atomically(Path(folder) / name, written)
-    except TwellError as error:
-        raise InputError(f"cannot save the model in {os.fspath(folder)!r}: {error}") from None
-    return Path(folder)
 
 
 def check_whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
