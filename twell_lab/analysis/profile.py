@@ -78,10 +78,8 @@ class LayerProfile:
     dead = property(lambda self: (self.neuron_counts == 0).sum().item())
     always_on = property(lambda self: (self.neuron_counts == self.tokens).sum().item() if self.tokens else 0)
 
-    @property
-    def neuron_frequency(self) -> Tensor:
-        """The share of tokens at which each neuron fires: float32 [d_ff], NaN where there was no token."""
-        return (self.neuron_counts.double() / self.tokens).float()
+    # The share of tokens at which each neuron fires: float32 [d_ff], NaN where there was no token.
+    neuron_frequency = property(lambda self: (self.neuron_counts.double() / self.tokens).float())
 
     @property
     def first_to_later(self) -> float:

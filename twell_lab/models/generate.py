@@ -289,15 +289,15 @@ def _loop(
 
     mask: of the prompts. ends: tokens behind which there is only `filler`. criteria: of transformers, asked after each
     token, for which the loop has to wait; without them it reads a token while the next one is computed."""
-    (batch, length), late, done = ids.shape, 0 if criteria else 1, 0
+    (batch, length), late = ids.shape, 0 if criteria else 1
     generator = torch.Generator(ids.device)
     generator.seed() if seed is None else generator.manual_seed(seed)
     text = pad(ids, (0, tokens), value=filler)
     room = -(-text.shape[1] // _ROUNDED) * _ROUNDED
     form = (batch, room, (draw[0] > 0, draw[1] > 0 or draw[2] < 1), ends, filler, _state(model))
     step = _steps.pop(model, None)  # while it is in use, another thread makes its own
-    if step is not None and step.form != form:
-        step = None  # before the next one is made, since its memory is needed
+    # Another form's goes before the next one is made, since its memory is needed.
+    step = step if step is not None and step.form == form else None
     keys = Keys(room) if step is None else step.keys
     scores = read_prompt(model, ids, mask, keys)
     step = step or Step(form, scores, keys)
@@ -313,7 +313,7 @@ def _loop(
             sent.append(_send(step.token))
         if number < late:
             continue
-        done += 1
+        done = number + 1 - late
         token, arrived = sent.pop(0)
         if arrived is not None:
             arrived.synchronize()

@@ -52,14 +52,12 @@ def sparsify(
     Given batches, it profiles the model on them, plans each layer (it times the best paths beside dense), swaps, and
     prints four lines: what fires, which paths are taken, what that should gain, and what stayed dense and why.
 
-    Weights are rewritten once, in place, without changing the function (layers.storage): `down` gets the strides of its
-    transpose, and with the hot/cold path the neurons are put in order. Parameters stay the same objects with the same
-    shapes and names. CUDA graphs that were captured before have to be captured anew; optimizers, averages and masks
-    that were made before a reordering no longer fit. A model in training mode is not rewritten: it trains sparsely, and
-    infers densely until it is swapped anew in evaluation mode. `densify` takes all back.
-
-    A layer that cannot be sparse stays dense, and `twell_lab.report` says why. Each routed expert is a layer, named by
-    its number.
+    Weights are rewritten once, in place, without changing the function (layers.storage); parameters stay the same
+    objects with the same shapes and names. CUDA graphs that were captured before have to be captured anew, and with the
+    hot/cold path, which puts the neurons in order, optimizers, averages and masks made before no longer fit. A model in
+    training mode is not rewritten: it trains sparsely, and infers densely until it is swapped anew in evaluation mode.
+    `densify` takes all back. A layer that cannot be sparse stays dense, and `twell_lab.report` says why. Each routed
+    expert is a layer, named by its number.
 
     Args:
         model: any module in which `feed_forwards` finds layers.

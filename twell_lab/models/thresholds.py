@@ -197,12 +197,7 @@ def thresholds(
     only: Only | None = None,
 ) -> Thresholds:
     """Choose, for a model that was not trained to be sparse, what its feed-forward layers may set to zero; leaves the
-    model as it was.
-
-        found = twell_lab.thresholds(model, batches, sparsity=0.5)
-        print(found)                        # by layer: threshold, density, error
-        print(found.loss(model, windows))   # what it costs, on text that the batches do not hold
-        model = found.apply(model)          # lossy from here on; found.remove(model) takes it back
+    model as it was. The result's `apply` makes a model lossy, `remove` takes that back, `loss` says what it costs.
 
     Args:
         model: of transformers (of a family that `feed_forwards` knows) or of this project, with any activation.
@@ -306,12 +301,10 @@ class Thresholds(Saved):
         """Have the layers of the model set to zero what is below the thresholds, in place; returns the model.
 
         With "cats" each activation becomes a ThresholdedActivation; otherwise the projections get a ThresholdedInput,
-        for "wina" by the norms that their weights have now. Others that are on the model are taken off before.
-        `sparsify` takes a model with either on it. The configuration of a model of transformers holds them from then on
-        (CONFIG), so that `save_pretrained` writes them and `twell_lab.load`, not transformers, puts them on.
-
-        InputError, with nothing changed, for a model whose layers have other names, shapes or activations than those
-        that were calibrated, and for one that `sparsify` swapped."""
+        for "wina" by the norms that their weights have now. Others that are on the model are taken off before. The
+        configuration of a model of transformers holds them from then on (CONFIG), so that `save_pretrained` writes them
+        and `twell_lab.load`, not transformers, puts them on. InputError, with nothing changed, for a model whose layers
+        have other names, shapes or activations than those that were calibrated, and for one that `sparsify` swapped."""
         pairs = self._pairs(model)
         self.remove(model)
         for layer, place in pairs:
@@ -360,7 +353,7 @@ class Thresholds(Saved):
             with_them = losses(self.apply(model), windows)
         finally:
             self.remove(model)
-        return LossChange.of(without, with_them, windows.shape[1] - 1)
+        return LossChange.of(without, with_them)
 
     def _pairs(self, model: nn.Module) -> list[tuple[LayerThresholds, FeedForward]]:
         """Return the thresholds beside the model's layers that they are for. InputError for another model."""
@@ -427,15 +420,13 @@ class LossChange:
     low: float
     high: float
     windows: int
-    tokens: int
 
     @classmethod
-    def of(cls, dense: Tensor, thresholded: Tensor, each: int) -> LossChange:
-        """Compare the losses of two or more windows, float64 [n], of `each` predicted tokens."""
+    def of(cls, dense: Tensor, thresholded: Tensor) -> LossChange:
+        """Compare the losses of two or more windows, float64 [n]."""
         difference, n = thresholded - dense, len(dense)
         change, reach = difference.mean().item(), 1.96 * difference.std().item() / math.sqrt(n)
-        means = dense.mean().item(), thresholded.mean().item()
-        return cls(*means, change, change - reach, change + reach, n, n * each)
+        return cls(dense.mean().item(), thresholded.mean().item(), change, change - reach, change + reach, n)
 
     def __str__(self) -> str:
         return (
