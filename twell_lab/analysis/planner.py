@@ -380,9 +380,6 @@ def _pays(times: dict[int, Times], best: dict[bool, dict[int, Choice]], margin: 
     return gains and not loses
 
 
-# ---- one layer, timed on paths, in turns, beside itself as torch computes it ----
-
-
 class Plain(nn.Module):
     """A feed-forward layer under usual names, computed as the model does, with its weights and none of its hooks."""
 

@@ -28,7 +28,6 @@ from .profile import FiringProfile
 # record portable-20261121T143453Z), and about how many seconds one more launch takes (analysis.costs.measure_rates).
 _MATMUL, _LAUNCH = 7.65e14, 2.5e-6
 _REACHED = "H100 SXM"
-_HOPPER = "9.0"  # whose compute capability has the instructions of the kernels that fuse
 _WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
 _WIDEST = 2**18  # d_ff
 _FORCED = re.compile(r"forced (\w+)(?: (\d+))?")  # in records, a path that all layers took
@@ -90,7 +89,7 @@ def rates_of(gpu: str) -> Rates:
         matmul=sheet["tensor_tflops"] * _MATMUL / reached["tensor_tflops"],
         launch=_LAUNCH,
         cache=(sheet["l2_mb"] or reached["l2_mb"]) * 2**20,
-        fuses=sheet["capability"] == _HOPPER,
+        fuses=sheet["capability"] == "9.0",  # Hopper, whose instructions the kernels that fuse need
     )
 
 

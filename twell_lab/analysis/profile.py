@@ -325,9 +325,6 @@ class Counter:
         return LayerProfile(name=self.layer.name, gated=self.layer.gate is not None, **sizes, **numbers)
 
 
-# ---- two profiles beside each other ----
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Two profiles beside each other. rows: one a layer, JSON-able; None where a layer saw no token, or none fired."""

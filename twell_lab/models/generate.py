@@ -31,7 +31,6 @@ _ON = "cuda"  # the kind of device whose steps are captured
 _PIECE = 4096  # tokens of a prompt that are read at once
 _ROUNDED = 256  # the room for keys and values is a multiple of it, so that a graph serves several lengths
 _WORTH = 16  # from so many steps on, compiling and capturing are tried
-_RECOMPILED = 64  # models, batches and ways to choose that torch.compile keeps the step for
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # the kinds of layers whose keys and values fit here
 # What changes scores within a step, in transformers' order, each with the attribute that says how much.
 _WARPERS = {"TemperatureLogitsWarper": "temperature", "TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p"}
@@ -140,9 +139,6 @@ def _check(model: Any, ids: Tensor, asked: dict) -> None:
     if longest and ids.shape[-1] + tokens > longest:
         asked = f"max_new_tokens is {tokens} after a prompt of {ids.shape[-1]}"
         raise InputError(f"{asked}; the model reads up to {longest} together")
-
-
-# ---- the two kinds of models
 
 
 def _of_ours(model: Any, ids: Tensor, draw: Draw, asked: dict) -> Tensor:
@@ -269,9 +265,6 @@ def _say_once(model: type, what: str, why: str) -> None:
     warnings.warn(f"generate: {model.__name__} {what}: {reason:.200}", stacklevel=4)
 
 
-# ---- the loop
-
-
 def _loop(
     model: Any,
     ids: Tensor,
@@ -389,9 +382,6 @@ def cache_name(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-# ---- the step
-
-
 class Step:
     """The step of decoding of one form: all that it reads and writes lies on the device, where it is.
 
@@ -443,7 +433,7 @@ class Step:
     def _compile(self, model: Any) -> None:
         self.call = torch.compile(_step, fullgraph=True)
         try:
-            with torch._dynamo.config.patch(recompile_limit=_RECOMPILED):
+            with torch._dynamo.config.patch(recompile_limit=64):  # models, batches and ways to choose
                 self.call(model, self)
         except Exception as error:  # of many kinds; nothing was computed
             _say_once(type(model), "decodes uncompiled, as its step cannot be compiled", str(error))

@@ -43,11 +43,8 @@ from ..layers.sparse_ffn import SparseFFN
 CONFIG = "twell_lab_thresholds"  # what the configuration of a model of transformers calls those that are on it
 SITES = {"cats": ("activation",), **dict.fromkeys(("teal", "wina"), (INPUT, HIDDEN))}  # places of a layer, by method
 ROWS = 256  # inputs of each layer that are kept to measure errors on
-LOSSY = "lossy: a thresholded model computes something else than the model it was made of"
 
 _EDGES = torch.cat([torch.zeros(1), torch.arange(-24 * 32, 16 * 32 + 1).div(32).exp2()])  # 0, then 2.2% a step
-_CHUNK = 2**22  # values that are counted at a time
-_SCORES = 2**26  # scores of next tokens that are in memory at a time
 
 
 class Histogram:
@@ -59,7 +56,7 @@ class Histogram:
 
     def add(self, values: Tensor, where: str = "the values") -> None:
         """Count these values, of any shape. InputError, which says where, for one that is not finite."""
-        for part in values.detach().flatten().split(_CHUNK):
+        for part in values.detach().flatten().split(2**22):
             size = part.float().abs()
             if not size.isfinite().all():
                 raise InputError(f"{where}: one is not finite; accepted: a model and batches that give finite values")
@@ -288,9 +285,10 @@ class Thresholds(Saved):
             | {"error": layer.error}
             for layer in self.layers
         ]
-        cut = any(value > 0 for layer in self.layers for value in layer.thresholds.values())
         attention = f", {len(self.projections)} projections of attention included" if self.projections else ""
-        label = LOSSY if cut else "so many values are zero by themselves: no threshold is above 0, nothing is changed"
+        label = "lossy: a thresholded model computes something else than the model it was made of"
+        if not any(value > 0 for layer in self.layers for value in layer.thresholds.values()):
+            label = "so many values are zero by themselves: no threshold is above 0, nothing is changed"
         return (
             f"{records.table(rows, {name: name for name in rows[0]})}\n"
             f"{self.method}, sparsity {self.sparsity:g}, from {self.tokens:,} tokens: {self.spared:.0%} of the layers' "
@@ -438,8 +436,8 @@ class LossChange:
 def losses(model: nn.Module, windows: Tensor) -> Tensor:
     """Measure the mean loss of each window [n, length] in nats, float64 [n]. InputError for a token that the model does
     not know, and for a model that gives no scores [batch, tokens, vocabulary]."""
-    many = max(1, min(32, _SCORES // max(1, windows.shape[1] * vocabulary_of(model))))
-    batches, means = windows.split(many), []
+    scores = windows.shape[1] * vocabulary_of(model)  # of a window; 2**26 are in memory at a time
+    batches, means = windows.split(max(1, min(32, 2**26 // max(1, scores)))), []
 
     def after(output, seen: list[Rows]) -> None:
         tokens, scores = batches[len(means)], getattr(output, "logits", output)

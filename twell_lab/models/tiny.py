@@ -27,7 +27,6 @@ from . import llama
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
 SIZES = ("vocabulary", "d_model", "layers", "heads", "d_ff", "context")
 LARGEST = 2**31 - 1  # of each size: products of two are still what a tensor can hold
-_LAYER_BYTES = 16_384  # of a layer's modules, beside its weights
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def check_fits(config: ModelConfig) -> None:
     """Raise InputError where such a model needs more than this machine's memory, before anything of it is built."""
     tables = 4 * config.context * (config.d_model // config.heads // 2)  # cosines, sines, and what they are made of
     weights = 0 if torch.get_default_device().type == "meta" else 4 * (parameters(config) + tables)
-    needed, there = weights + _LAYER_BYTES * config.layers, core.memory()
+    needed, there = weights + 16_384 * config.layers, core.memory()  # of modules, beside their weights
     if there is not None and needed > there:
         raise InputError(
             f"a model of {', '.join(f'{name} {getattr(config, name)}' for name in SIZES)} takes "
