@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,9 +105,11 @@ def test_a_profile_is_judged():
     sparse = predict.verdict(profiled(8, 29))
     assert sparse.startswith("0.14% to 0.51% ") and ", 0.33% on average" in sparse and "tl.plan chooses" in sparse
     assert "train with a larger L1 penalty" in predict.verdict(profiled(600, 700))
-    dense = predict.verdict(profiled(3300))
-    assert dense.startswith("58.59% ") and "30.0% never did" in dense and "tl.relufy first" in dense
-    assert " at 1 token and 1.00 at 16,384 tokens" in dense
+    many = predict.verdict(profiled(3300))
+    assert many.startswith("58.59% ") and "30.0% never did" in many and "worth it for few tokens" in many
+    (layer,) = profiled(29).layers
+    everyone = replace(layer, neuron_counts=torch.full((5632,), 1000), nnz_histogram=1000 * torch.eye(5633).long()[-1])
+    assert "tl.relufy first" in predict.verdict(FiringProfile([everyone]))
     assert "nothing to say" in predict.verdict(profiled(29, tokens=0))
 
 
