@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...core import InputError, TextError, optional, read_file, write_atomically
-from ...models.llama import alphabet, bytes_tokenizer
+from ...models.tiny import alphabet, bytes_tokenizer
 
 if TYPE_CHECKING:
     from .source import Text
