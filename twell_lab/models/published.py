@@ -143,7 +143,11 @@ def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -
             source, how["config"] = foreign.configured(kind, entries)
             # Whether `down` was saved transposed, as the kernels that trained the paper's read it.
             if entries.get("sparsity_gated_mlp", True) and entries.get("sparsity_use_hybrid_kernel"):
-                place, how["state_dict"] = None, _turned(folder)
+                weights: dict[str, torch.Tensor] = {}
+                for path in sorted(folder.glob("*.safetensors")):
+                    weights |= safetensors.torch.load_file(path)
+                turned = {name: t.t() for name, t in weights.items() if name.endswith(".mlp.down_proj.weight")}
+                place, how["state_dict"] = None, weights | turned
         with quiet():
             model, report = source.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **how)
     except Exception as error:  # of files, entries, sizes, and of what a quantised model needs: all of their own kinds
@@ -155,14 +159,6 @@ def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -
     if kind in _FOREIGN and (unknown := sorted(report["unexpected_keys"])):
         raise InputError(f"{str(folder)!r} has {unknown[0]}, which its configuration has no place for")
     return model
-
-
-def _turned(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a folder whose `down` were saved transposed, as the model has them."""
-    weights: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights |= safetensors.torch.load_file(path)
-    return {name: t.t() if name.endswith(".mlp.down_proj.weight") else t for name, t in weights.items()}
 
 
 @contextmanager
