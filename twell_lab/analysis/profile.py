@@ -146,7 +146,7 @@ class FiringProfile(Saved):
         Empty where the batches did not say which tokens they held."""
         if self.token_counts is None:
             return []
-        everywhere = self.token_nnz.sum().item() / self.token_counts.sum().item()
+        everywhere = self.token_nnz.sum().item() / max(1, self.token_counts.sum().item())
         ids = self.token_counts.nonzero().flatten()
         nnz = self.token_nnz[ids] / self.token_counts[ids].double()
         order = nnz.argsort(descending=True, stable=True)

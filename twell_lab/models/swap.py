@@ -28,7 +28,7 @@ from ..layers.skipping import skip, stop_skipping
 from ..layers.sparse_ffn import FOR_CUT, SparseFFN
 from ..ops.functional import check_finite
 
-PLANNED = "twell_lab_plan"  # the attribute of a model that has the plan by which some of its layers stayed dense
+PLANNED = "twell_lab_plan"  # the attribute of a model that has the plans, by name, of layers that stayed dense
 WAYS = (
     "tl.sparsify(model, batches), which profiles, plans and swaps; tl.sparsify(model, plan) with a tl.plan(...) or the "
     "name of its file; tl.sparsify(model, 'twell') or another path's name; tl.sparsify(model, tl.Choice(...))"
@@ -128,7 +128,7 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
                 skip(module)  # or it stays as it is, with the same zeros
     vars(uncompiled(model)).pop(PLANNED, None)
     if stays:
-        vars(uncompiled(model))[PLANNED] = told
+        vars(uncompiled(model))[PLANNED] = {name: plans[name] for name in stays}
     return model
 
 
@@ -239,19 +239,17 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
     known ("measured", "measured on" a layer like it, "predicted"); and `why`. What is not known is None."""
     rows = []
     _, reasons = find_layers(model, only)
-    plan = getattr(model, PLANNED, None)
-    stayed = {} if plan is None else {layer.name: layer for layer in plan.layers if layer.unchanged}
+    stayed = getattr(model, PLANNED, {})
     for found in feed_forwards(model, only=only):
         sparse = found.module if isinstance(found.module, SparseFFN) else None
         plan = stayed.get(found.name) if sparse is None else sparse.plan
-        state = "planned" if isinstance(plan, LayerPlan) else "told" if sparse else "not swapped"
         if isinstance(plan, LayerPlan):
-            told = chosen(plan)
+            state, told = "planned", chosen(plan)
         elif sparse is not None:
-            told = [{"choice": str(plan), "why": "asked for by name, be it faster or not"}]
+            state, told = "told", [{"choice": str(plan), "why": "asked for by name, be it faster or not"}]
         else:
             why = reasons.get(found.name, "sparsify left this layer as it is, or was not called")
-            told = [{"choice": str(DENSE), "why": why}]
+            state, told = "not swapped", [{"choice": str(DENSE), "why": why}]
         lossy = f"; {found.acts}" if isinstance(found.acts, Lossy) else f"; {found.cut}" if found.cut else ""
         for row in told:
             row = {**dict.fromkeys(_UNKNOWN), **row, "layer": found.name, "state": state, "runs": row["choice"]}
