@@ -108,8 +108,8 @@ def test_a_profile_is_judged():
     many = predict.verdict(profiled(3300))
     assert many.startswith("58.59% ") and "30.0% never did" in many and "worth it for few tokens" in many
     (layer,) = profiled(29).layers
-    everyone = replace(layer, neuron_counts=torch.full((5632,), 1000), nnz_histogram=1000 * torch.eye(5633).long()[-1])
-    assert "tl.relufy first" in predict.verdict(FiringProfile([everyone]))
+    every = {"neuron_counts": torch.full((5632,), 1000), "nnz_histogram": 1000 * torch.eye(5633).long()[-1]}
+    assert "tl.relufy first" in predict.verdict(FiringProfile([replace(layer, d_model=16384, **every)]))
     assert "nothing to say" in predict.verdict(profiled(29, tokens=0))
 
 
