@@ -22,7 +22,7 @@ _FACE = {  # name: the module that defines it; "" if the name is a folder of the
     "profile": "analysis.profile",
     "FiringProfile": "analysis.profile",
     "plan": "analysis.planner",
-    "Plan": "analysis.plan",
+    "Plan": "analysis.planner",
     "sparsify": "models.swap",
     "densify": "models.swap",
     "report": "models.swap",

@@ -4,7 +4,7 @@ from . import ops as ops
 from . import plots as plots
 from . import records as records
 from . import simulator as simulator
-from .analysis.plan import Plan as Plan
+from .analysis.planner import Plan as Plan
 from .analysis.planner import plan as plan
 from .analysis.profile import FiringProfile as FiringProfile
 from .analysis.profile import profile as profile

@@ -242,7 +242,7 @@ def sparsify(
     """Choose a path for every layer of a saved model, swap the layers, and save the model with this plan beside it."""
     import torch
 
-    from ..analysis.plan import IN_FOLDER
+    from ..analysis.planner import IN_FOLDER
     from ..bench.workloads import Causal
     from ..models.published import folder_of
     from ..training.checkpoint import STATE

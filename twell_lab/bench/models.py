@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from ..analysis import planner
-from ..analysis.plan import Plan
+from ..analysis.planner import Plan
 from ..analysis.profile import FiringProfile, captured, profile
 from ..core import TwellError
 from ..formats.twell import VALUE_DTYPES

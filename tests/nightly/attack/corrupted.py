@@ -22,8 +22,7 @@ import torch
 from tests.nightly.attack import kills
 from tests.nightly.attack.harness import PLACE, damaged
 from twell_lab import records
-from twell_lab.analysis.plan import Plan
-from twell_lab.analysis.planner import plan
+from twell_lab.analysis.planner import Plan, plan
 from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import TwellError
 from twell_lab.models.thresholds import Thresholds, thresholds

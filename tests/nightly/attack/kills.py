@@ -18,7 +18,7 @@ import torch
 
 from tests.nightly.attack.harness import PLACE, forked
 from twell_lab import core, records
-from twell_lab.analysis.plan import Plan
+from twell_lab.analysis.planner import Plan
 from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import TwellError
 from twell_lab.models.tiny import LanguageModel, ModelConfig

@@ -66,7 +66,7 @@ def cut(judged: Judged, sparsities: Sequence[float]) -> list[dict]:
         finally:
             found.remove(judged.model)
         left = _left(judged.calibration, sparsity)
-        change = LossChange.of(judged.alone, after, judged.windows.shape[1] - 1)
+        change = LossChange.of(judged.alone, after)
         points.append(_point("cut", judged.what, f"cut {sparsity:.0%}", left, change))
     return points
 
@@ -105,7 +105,7 @@ def converted(models: dict[str, nn.Module], against: Judged) -> list[dict]:
     as much."""
     points = []
     for what, model in models.items():
-        change = LossChange.of(against.alone, losses(model, against.windows), against.windows.shape[1] - 1)
+        change = LossChange.of(against.alone, losses(model, against.windows))
         layers = profile(model, [against.windows]).layers
         density = sum(layer.density for layer in layers) / len(layers)
         points.append(_point("convert", against.what, what, density, change))

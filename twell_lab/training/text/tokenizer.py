@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...core import InputError, TextError, optional, read_file
-from ...models.llama import alphabet, bytes_tokenizer
+from ...models.tiny import alphabet, bytes_tokenizer
 
 _LARGEST, _MOST = 2**28, 2**22  # bytes of a tokenizer's file, and token numbers; usual ones have up to a few million
 
