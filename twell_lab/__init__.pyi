@@ -4,7 +4,7 @@ from . import ops as ops
 from . import plots as plots
 from . import records as records
 from . import simulator as simulator
-from .analysis.plan import Plan as Plan
+from .analysis.planner import Plan as Plan
 from .analysis.planner import plan as plan
 from .analysis.profile import FiringProfile as FiringProfile
 from .analysis.profile import profile as profile
@@ -30,8 +30,8 @@ from .ops.functional import ffn as ffn
 from .ops.functional import pack as pack
 from .ops.kernels import kernel as kernel
 from .ops.train import train_ffn as train_ffn
-from .training.callback import SparsityCallback as SparsityCallback
 from .training.config import TrainConfig as TrainConfig
 from .training.loop import train as train
+from .training.objective import SparsityCallback as SparsityCallback
 
 __version__: str

@@ -65,8 +65,12 @@ def optional(module: str, what: str, package: str | None = None) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        package = package or module
-        raise StackError(f"{what} needs the {package} library: pip install {package}") from None
+        raise StackError(f"{what} needs the {package or module} library: pip install {package or module}") from None
+
+
+def version(package: str) -> str | None:
+    """Return the installed version of a package without importing it; None too for one that was removed in part."""
+    return _guarded(lambda: metadata.version(package))
 
 
 # ---- files ----
@@ -97,33 +101,23 @@ def read_json(path: str | os.PathLike, what: str) -> Any:
         raise RecordError(f"{what} {os.fspath(path)!r} cannot be read{as_json}: {_reason(error)}") from None
 
 
-def finite(value: Any) -> Any:
-    """Return the same lists, objects and numbers with None in place of NaN and infinite ones, which JSON lacks."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
     """Write a file whole or not at all, in a folder that is made where it is missing: a temporary file beside it, then
     a rename. Follows a symbolic link. RecordError as of `check_target`, and where the disk is full."""
     check_target(path)
-    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
-    part = target.parent / f".{secrets.token_hex(6)}.part"
+    part = target.with_name(f".{secrets.token_hex(6)}.part")
     with _told(f"{target.name!r} in the folder {str(target.parent)!r}"):
         try:
-            part.write_bytes(data)
+            part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
 
 
 def check_folder(folder: str | os.PathLike) -> None:
-    """Raise RecordError unless files can be written in a folder, which is made where it is missing. For use before work
-    whose result would be lost otherwise."""
+    """Raise RecordError unless files can be written in a folder, which is made where it is missing: before work whose
+    result would be lost."""
     with _told(f"in the folder {os.fspath(folder)!r}"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=Path(folder)).close()
@@ -216,10 +210,9 @@ def new_records_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Return a folder for compiled kernels that can be written, by this user alone: its files are run with his rights.
-
-    `TWELL_LAB_CACHE` names it; without that it lies in the user's cache folder. Where that cannot be written, or others
-    can write there, it is `private_folder()`, and a warning says so. StackError where that cannot be made either."""
+    """Return a folder for compiled kernels that this user alone can write, since its files are run with his rights: the
+    one that `TWELL_LAB_CACHE` names, or one in the user's cache folder. Where it cannot be written, or others can write
+    there, it is `private_folder()`, and a warning says so."""
     named = os.environ.get("TWELL_LAB_CACHE")
     folder = Path(named) if named else platformdirs.user_cache_path("twell-lab", appauthor=False)
     try:
@@ -254,20 +247,20 @@ CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 def describe_machine() -> dict:
     """Return this machine and its packages as a dict for a record, without names of hosts and users and without paths;
-    None stands where something is not to be had.
-
-    cores: how many this process may use. gpus: a list of {name, capability ("9.0"), memory_gib, driver}. torch_cuda,
-    cuda_driver: the CUDA version torch was built for, and the newest that the driver runs ("13.0")."""
+    None stands where something is not to be had. cores: how many this process may use. gpus: a list of {name,
+    capability ("9.0"), memory_gib, driver}. cuda_driver: the newest version of CUDA that the driver runs ("13.0")."""
     cupy = next(iter(cupy_packages()), None)
+    system = _guarded(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]) or platform.system()
+    named = _guarded(lambda: re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M))
     return {
-        "os": f"{_guarded(_os) or platform.system()}, {platform.machine()}",
-        "cpu": _guarded(_cpu),
+        "os": f"{system}, {platform.machine()}",
+        "cpu": named[0].strip() if named else platform.processor() or None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
-        "torch": _version("torch"),
+        "torch": version("torch"),
         "torch_cuda": torch_cuda(),
-        "numpy": _version("numpy"),
-        "cupy": cupy and _version(cupy),
+        "numpy": version("numpy"),
+        "cupy": cupy and version(cupy),
         "cupy_package": cupy,
         "nvrtc": _guarded(_nvrtc),
         "gpus": gpus(),
@@ -276,8 +269,8 @@ def describe_machine() -> dict:
 
 
 def memory() -> int | None:
-    """Return how many bytes of memory this process may use: the machine's, or fewer where its container says so; None
-    where the system does not say. How much is free right now does not count."""
+    """Return how many bytes of memory this process may use, free or not: the machine's, or fewer where its container
+    says so; None where the system does not say."""
     groups = map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     bounds = [_guarded(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     bounds += [_guarded(lambda: int(group.read_text())) for group in groups]  # "max": no limit, no number
@@ -286,15 +279,14 @@ def memory() -> int | None:
 
 def gpu() -> str | None:
     """Return the name of the GPU that torch uses by default, without the vendor's ("H100 80GB HBM3"); None without."""
-    name = _guarded(lambda: _torch_gpus()[import_module("torch").cuda.current_device()]["name"])
+    name = _guarded(lambda: import_module("torch").cuda.get_device_name())
     return re.sub(r"^(NVIDIA\s+)?((Tesla|GeForce)\s+)?", "", name) if name else None
 
 
 def gpus() -> list[dict]:
     """Return the GPUs that torch can use, as in `describe_machine`, or else those that nvidia-smi lists."""
     listed, usable = _guarded(_nvidia_smi) or [], _guarded(_torch_gpus) or []
-    driver = listed[0]["driver"] if listed else None
-    return [{**facts, "driver": driver} for facts in usable] or listed
+    return [facts | {"driver": listed[0]["driver"] if listed else None} for facts in usable] or listed
 
 
 def torch_cuda() -> str | None:
@@ -304,7 +296,7 @@ def torch_cuda() -> str | None:
 
 def cupy_packages() -> list[str]:
     """Return the installed builds of CuPy, as pip names them. More than one is a fault."""
-    return [name for name in CUPY_PACKAGES if _version(name) is not None]
+    return [name for name in CUPY_PACKAGES if version(name) is not None]
 
 
 def let_cupy_start() -> None:
@@ -323,18 +315,17 @@ def check_stack() -> None:
 
 
 def stack_fault() -> tuple[str, str] | None:
-    """Return a fault of this installation, and the command that mends it: torch and CuPy were built for different major
-    versions of CUDA, or two builds of CuPy are installed, which would fail later with errors that name neither. None
-    without one, for a CPU build of torch, for no CuPy, and for one that was built from its source."""
+    """Return a fault of this installation that would later give errors that do not name it, and the command that mends
+    it: torch and CuPy were built for different major versions of CUDA, or two builds of CuPy are installed."""
     builds, theirs = cupy_packages(), major(torch_cuda())
     mend = f"pip uninstall -y {' '.join(builds)} && pip install 'cupy-cuda{theirs or 12}x[ctk]>=14.0.1,<15'"
     if len(builds) > 1:
         return f"{' and '.join(builds)} are installed together and overwrite each other's files", mend
     ours = [int(number) for name in builds for number in re.findall(r"cuda(\d+)x", name)]
-    if theirs is None or not ours or ours[0] == theirs:
+    if theirs is None or not ours or ours[0] == theirs:  # a CPU build of torch; no CuPy, or one built from its source
         return None
-    what = f"{builds[0]} {_version(builds[0])} for CUDA {ours[0]}, and both need the same major version"
-    return f"torch {_version('torch')} is built for CUDA {torch_cuda()} and {what}", mend
+    what = f"{builds[0]} {version(builds[0])} for CUDA {ours[0]}, and both need the same major version"
+    return f"torch {version('torch')} is built for CUDA {torch_cuda()} and {what}", mend
 
 
 def major(cuda: str | None) -> int | None:
@@ -352,25 +343,11 @@ def _guarded(probe: Callable[[], Any]) -> Any:
         return None
 
 
-def _version(package: str) -> str | None:
-    """Return the installed version of a package without importing it; None too for one that was removed in part."""
-    return _guarded(lambda: metadata.version(package))
-
-
-def _os() -> str:
-    return platform.freedesktop_os_release()["PRETTY_NAME"]
-
-
-def _cpu() -> str | None:
-    named = _guarded(lambda: re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M))
-    return named[1].strip() if named else platform.processor() or None
-
-
 def _cuda_driver() -> str | None:
-    version = ctypes.c_int()
+    number = ctypes.c_int()
     driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    failed = driver.cuDriverGetVersion(ctypes.byref(version))  # works without cuInit, so no GPU is touched
-    return None if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
+    failed = driver.cuDriverGetVersion(ctypes.byref(number))  # works without cuInit, so no GPU is touched
+    return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _nvrtc() -> str:
@@ -381,17 +358,18 @@ def _nvrtc() -> str:
 def _torch_gpus() -> list[dict]:
     cuda = import_module("torch").cuda
     found = [cuda.get_device_properties(index) for index in range(cuda.device_count())] if torch_cuda() else []
-    facts = [(gpu.name, f"{gpu.major}.{gpu.minor}", round(gpu.total_memory / 2**30, 1)) for gpu in found]
-    return [dict(zip(("name", "capability", "memory_gib"), each)) for each in facts]
+    return [
+        {"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "memory_gib": round(gpu.total_memory / 2**30, 1)}
+        for gpu in found
+    ]
 
 
 def _nvidia_smi() -> list[dict]:
     """Return the GPUs that the driver's program lists, within 20 seconds: one that is being loaded can take ten."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    listed = re.findall(r"^([^,\n]+), (\d+\.\d+), ([^,]+), (.+)$", lines, re.M)
-    sizes = [round(int(size) / 1024, 1) if size.isdigit() else None for _, _, size, _ in listed]  # some share the CPU's
-    return [
-        {"name": name, "capability": capability, "memory_gib": size, "driver": driver}
-        for (name, capability, _, driver), size in zip(listed, sizes)
-    ]
+    listed = []
+    for name, sm, mib, driver in re.findall(r"^([^,\n]+), (\d+\.\d+), ([^,]+), (.+)$", lines, re.M):
+        size = round(int(mib) / 1024, 1) if mib.isdigit() else None  # some share the CPU's
+        listed.append({"name": name, "capability": sm, "memory_gib": size, "driver": driver})
+    return listed

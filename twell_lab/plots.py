@@ -45,7 +45,7 @@ def share(value: float) -> str:
 
 
 def tile_of(twell, row: int, tile: int) -> dict:
-    """Return one tile of one row of a formats.TwELL as a dict, which packed_tile draws and JSON can hold.
+    """Return one tile of one row of a formats.TwELL as a dict, which can be drawn and JSON can hold.
 
     {row, tile, width (columns in this tile), count (kept values), dtype, slots, words (the stored words that
     are used, as whole numbers, the count first), tail (the values that did not fit, as words too)}.
@@ -85,17 +85,6 @@ def percentiles(histogram: Iterable[int]) -> tuple[int, int]:
     seen = list(accumulate(int(count) for count in histogram))
     total = seen[-1] if seen else 0
     return (bisect_right(seen, 0.05 * total), bisect_left(seen, 0.95 * total)) if total else (0, 0)
-
-
-def alike(rows: list[dict]) -> list[list[dict]]:
-    """Return rows grouped by how many neurons fire. A drawn workload has its mean only roughly, so rows within a factor
-    of 1.5 count as one workload."""
-    groups: list[list[dict]] = []
-    for row in sorted(rows, key=lambda row: row.get("nnz") or 0):
-        if not groups or (row.get("nnz") or 0) > 1.5 * (groups[-1][0].get("nnz") or 0):
-            groups.append([])
-        groups[-1].append(row)
-    return groups
 
 
 def apart(heights: list[float], least: float) -> list[float]:
@@ -215,62 +204,6 @@ def neuron_frequency(profile, layer: int = 0) -> Figure:
     return styled(figure, f"How often each neuron fires: {name}")
 
 
-def packed_tile(twell, row: int = 0, tile: int = 0) -> Figure:
-    """Draw one tile of a formats.TwELL before and after packing: its columns above, its words below (a count, then the
-    values). row, tile: which, from 0; InputError for one that is not there."""
-    at = tile_of(twell, row, tile)
-    entries = [decode(word, at["dtype"]) for word in at["words"][1:]]
-    across, down = 32, -(-at["width"] // 32)
-    a_line = 16 if at["slots"] > 15 else 8
-    lines = -(-(at["slots"] + 1) // a_line)
-    columns = [[line * across + i for i in range(across)] for line in range(down)]
-    cells = [[0.0 if column < at["width"] else None for column in line] for line in columns]
-    everything = entries + [decode(word, at["dtype"]) for word in at["tail"]]
-    for value, column in everything:
-        cells[column // across][column % across] = value
-    top = max([value for value, _ in everything if math.isfinite(value)], default=1.0)
-    shades = [[0, "#F2F2F2"], [0.001, "#CFE5F2"], [1, BLUE]]
-    look = dict(colorscale=shades, zmin=0, zmax=top, showscale=False, xgap=2, ygap=2, hoverongaps=False)
-    above, gap, below = 26 * down, 46, 44 * lines
-    figure = _figure(
-        rows=2,
-        cols=1,
-        vertical_spacing=gap / (above + gap + below),
-        row_heights=[above, below],
-        subplot_titles=[
-            f"before: {at['width']} columns, 32 a line; {at['count']} hold a value",
-            f"after: {at['slots'] + 1} words, {len(at['words'])} used: the count, then column: value",
-        ],
-    )
-    hover = "column %{customdata}: %{z:.4g}<extra></extra>"
-    figure.add_heatmap(z=cells, customdata=columns, hovertemplate=hover, row=1, col=1, **look)
-    # One (shade, text, text while the pointer is over it) for each word; None where the last line has no words left.
-    words = [(0.0, f"<b>{at['count']}</b>", f"word 0: the count, {at['count']}")]
-    for i, (value, column) in enumerate(entries, start=1):
-        stored = f"0x{at['words'][i]:08x}"
-        words.append((value, f"{column}:<br>{value:.2g}", f"word {i}: {stored} = value {value:.4g}, column {column}"))
-    words += [(0.0, "", f"word {i}: unused, never read") for i in range(len(words), at["slots"] + 1)]
-    words += [(None, None, None)] * (lines * a_line - len(words))
-    shade, texts, hovers = ([list(part[i : i + a_line]) for i in range(0, len(part), a_line)] for part in zip(*words))
-    figure.add_heatmap(
-        z=shade,
-        text=texts,
-        customdata=hovers,
-        texttemplate="%{text}",
-        textfont={"size": 10},
-        hovertemplate="%{customdata}<extra></extra>",
-        row=2,
-        col=1,
-        **look,
-    )
-    figure.update_xaxes(visible=False)
-    figure.update_yaxes(visible=False, autorange="reversed")
-    figure.update_annotations(font_size=13, x=0, xanchor="left")
-    rest = f"; {len(at['tail'])} more live in the tail" if at["tail"] else ""
-    title = f"TwELL: row {at['row']}, tile {at['tile']} ({at['dtype']}){rest}"
-    return styled(figure, title, height=110 + above + gap + below).update_layout(margin_b=20)
-
-
 # ---- parts ----
 
 _FIRING = "neurons firing for a token, %"
@@ -299,25 +232,3 @@ def _figure(**panels: Any) -> Figure:
     except ImportError:
         raise StackError("figures need plotly, which is not installed: pip install plotly") from None
     return make_subplots(**panels) if panels else Figure()
-
-
-def series(rows: list[dict], mine: str) -> dict[str, list[dict]]:
-    """Return measured rows grouped into named lines, in their order. mine: what each name begins with."""
-    rows = [row for row in rows if not row["path"].startswith("dense eager")]
-    rows = [row for row in rows if row.get("x_dense") is not None and row.get("tokens")]
-    several = len({row.get("workload") for row in rows if not row.get("label")}) > 1
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(row["dtype"], row["dtype"])
-        workload = row.get("workload") if several and not row["path"].startswith("dense") else None
-        groups.setdefault((row.get("label"), short, row["path"], workload), []).append(row)
-    lines = {}
-    for (label, short, path, workload), members in groups.items():
-        dense = path.startswith("dense")
-        if dense:  # a dense layer takes as long whatever fires: one point for each number of tokens
-            members = list({row["tokens"]: row for row in members}.values())
-        for points in [members] if label or dense else alike(members):
-            nnz = None if dense else max(points, key=lambda row: row["tokens"]).get("nnz")
-            parts = [label, short, path, workload, None if nnz is None else f"mean nnz {nnz:.0f}"]
-            lines[f"{mine}: {', '.join(part for part in parts if part)}"] = points
-    return lines

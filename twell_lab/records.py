@@ -32,7 +32,7 @@ FLAT_KEYS = tuple((_FLAT + "dense_wall_ms host_us date commit stale").split())
 COLUMNS = {key: key for key in "device dtype tokens d_model d_ff nnz path ms spread x_dense wall_ms".split()}
 COLUMNS |= {"nnz": "mean nnz", "x_dense": "x dense", "wall_ms": "wall ms"}
 WIDTH = 80  # columns that a printed table tries to fit
-# Of a measurement: its names and its numbers; all but the needed ones may be missing.
+# What a measurement may say: names, and numbers; all but the needed ones may be missing.
 _NAMES, _NEEDED = ("kind", "device", "path", "dtype", "workload"), ("kind", "device", "path", "ms")
 _NUMBERS = "ms tokens d_model d_ff nnz dense_ms x_dense spread wall_ms dense_wall_ms host_us error layer_error loss"
 
@@ -69,14 +69,15 @@ class Record:
         for i, row in enumerate(self.rows):
             check(f"rows[{i}]", row, isinstance(row, dict), "an object")
             for key in (*_NAMES, *_NUMBERS.split()) if "kind" in row else ():
-                value, name = row.get(key), f"rows[{i}].{key}"
+                value = row.get(key)
                 if value is None and key not in _NEEDED:
                     continue
                 if key in _NAMES:
-                    check(name, value, isinstance(value, str) and value != "", "a name")
+                    check(f"rows[{i}].{key}", value, isinstance(value, str) and value != "", "a name")
                 else:
                     number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < WHOLE
-                    check(name, value, number and (key != "ms" or value > 0), "a finite number, of ms above 0")
+                    number = number and (key != "ms" or value > 0)
+                    check(f"rows[{i}].{key}", value, number, "a finite number, of ms above 0")
 
     def __str__(self) -> str:
         measured = [row for row in self.rows if "kind" in row]
@@ -91,9 +92,7 @@ class Record:
         cls, name: str, purpose: str, rows: list[dict], notes=None, *, kernels: Iterable[str] | None = None
     ) -> Record:
         """Return a record of what was just measured on this machine, with date, commit, hashes and machine filled in.
-        RecordError where the sources of a kernel are missing, too.
-
-        notes: a dict. kernels: names of those that ran elsewhere; by default those that this process has loaded."""
+        kernels: names of those that ran; by default those that this process has loaded. RecordError without sources."""
         from .cuda import launch
 
         ran = launch.loaded() if kernels is None else set(kernels)
@@ -112,9 +111,9 @@ class Record:
             raise RecordError(f"record {self.name!r} is no JSON: {error}; rows and notes take {accepted}") from None
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write `name-date.json` into a folder, whole or not at all, and return its path; replace no other record. By
-        default into data/records of this checkout or, of an installed package, into the working folder. RecordError for
-        one that cannot be written."""
+        """Write the record into a file of its own in a folder, whole or not at all, and return its path; by default
+        into data/records of this checkout or, of an installed package, into the working folder. RecordError if that
+        cannot be."""
         target = self.free_path(core.new_records_dir() if folder is None else Path(folder))
         write_atomically(target, self.to_json())
         return target
@@ -122,14 +121,14 @@ class Record:
     def free_path(self, folder: Path) -> Path:
         """Return `name-date.json` in this folder, with a number if there is such a file."""
         stem = f"{self.name}-{re.sub('[-:]', '', self.date)}"
-        names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
-        return next(path for name in names if not (path := folder / f"{name}.json").exists())
+        paths = (folder / f"{stem}{f'-{number}' if number > 1 else ''}.json" for number in count(1))
+        return next(path for path in paths if not path.exists())
 
 
 _machine = cache(core.describe_machine)  # it asks nvidia-smi
 
 
-# ---- which kernels and which commit
+# ---- which kernels and which commit ----
 
 
 @cache
@@ -193,15 +192,13 @@ def source_commit() -> tuple[str | None, bool | None]:
 
 def load(path: str | Path) -> Record:
     """Read one record. RecordError names the file, and the field that is missing, unknown or not as it may be."""
-    path, names = Path(path), [entry.name for entry in fields(Record)]
-    data = _read_object(path)
-    data.pop("kernel_hash", None)  # of before a record had a hash of each kernel
+    data, names = _read_object(Path(path)), [entry.name for entry in fields(Record)]
     try:
         if wrong := sorted({*names} ^ data.keys()):
             raise RecordError(f"{wrong[0]} is missing, or unknown; a record has {', '.join(names)}")
         return Record(**data)
     except RecordError as error:
-        raise RecordError(f"{path.name}: {error}") from None
+        raise RecordError(f"{Path(path).name}: {error}") from None
 
 
 def load_all(folder: str | Path | None = None) -> list[Record]:
@@ -221,14 +218,13 @@ def told(records: Iterable[Record], name: str, gpu: str = TOLD) -> list[Record]:
 
 
 def newest(records: Iterable[Record], name: str, gpu: str = TOLD) -> Record | None:
-    """Return the newest of these records, oldest first, that `told` picks, or None: one of another GPU changes no page
-    that tells of one."""
+    """Return the newest of these records, oldest first, that `told` picks, or None."""
     return (told(records, name, gpu) or [None])[-1]
 
 
 def flat_rows(records: list[Record]) -> list[dict]:
-    """Return the measurements of these records, one dict each, with exactly the keys of FLAT_KEYS; what a row does not
-    say is None. `stale` is True for a time on a GPU with kernels that have changed since."""
+    """Return the measurements of these records, dicts with the keys of FLAT_KEYS; what a row does not say is None.
+    `stale` is True for a time on a GPU with kernels that have changed since."""
     flat = []
     for record in records:
         shared, outdated = {"record": record.name, "date": record.date, "commit": record.commit}, stale(record)
@@ -238,32 +234,33 @@ def flat_rows(records: list[Record]) -> list[dict]:
     return flat
 
 
-def table(rows: list[dict], columns: dict[str, str]) -> str:
+def table(rows: list[dict], columns: dict[str, str] | None = None) -> str:
     """Return rows as lines of aligned text: numbers flush right, floats with four digits, None as a dash. What would be
     wider than WIDTH says once, above the table, what all rows have in common; then headings and the widest text wrap.
 
-    columns: the headings, in their order, by the key in a row; one that no row has is left out."""
-    said = [key for key in columns if any(row.get(key) is not None for row in rows)]
-    cells = {key: [_shown(row.get(key)) for row in rows] for key in said}
+    columns: the headings, in their order, by the key in a row; by default the keys. One that no row has is left out."""
+    columns = columns or {key: key for key in rows[0]}
+    said = {key: head for key, head in columns.items() if any(row.get(key) is not None for row in rows)}
+    cells = {key: [head, *(_shown(row.get(key)) for row in rows)] for key, head in said.items()}
     numeric = {key for key in cells if any(isinstance(row.get(key), (int, float)) for row in rows)}
-    widths = {key: max(map(len, [columns[key], *cells[key]])) for key in cells}
+    widths = {key: max(map(len, texts)) for key, texts in cells.items()}
 
     def excess() -> int:
         return sum(widths.values()) + 2 * (len(widths) - 1) - WIDTH
 
     common = []
     for key in sorted(cells, key=lambda key: -widths[key]):
-        if excess() > 0 and len(widths) > 1 and len(set(cells[key])) == 1:
-            common.append(f"{columns[key]} {cells[key][0]}")
+        if excess() > 0 and len(widths) > 1 and len(set(cells[key][1:])) == 1:
+            common.append(" ".join(cells[key][:2]))
             del widths[key]
     if excess() > 0:
-        widths = {key: max(map(len, [*columns[key].split(), *cells[key]])) for key in widths}
+        widths = {key: max(map(len, [*cells[key][0].split(), *cells[key][1:]])) for key in widths}
     for key in sorted(widths.keys() - numeric, key=lambda key: -widths[key]):
-        longest_word = max(map(len, " ".join([columns[key], *cells[key]]).split()))
+        longest_word = max(map(len, " ".join(cells[key]).split()))
         widths[key] = max(longest_word, min(widths[key], widths[key] - excess()))
     lines = [textwrap.fill(", ".join(common), WIDTH)] if common else []
-    for line in ([columns[key] for key in widths], *zip(*(cells[key] for key in widths), strict=True)):
-        wrapped = [textwrap.wrap(text, width) for text, width in zip(line, widths.values(), strict=True)]
+    for line in zip(*(cells[key] for key in widths), strict=True):
+        wrapped = (textwrap.wrap(text, width) for text, width in zip(line, widths.values(), strict=True))
         for parts in zip_longest(*wrapped, fillvalue=""):
             beside = zip(parts, widths.items(), strict=True)
             shown = (text.rjust(width) if key in numeric else text.ljust(width) for text, (key, width) in beside)
@@ -315,9 +312,9 @@ def verify(folder: str | Path | None = None) -> str:
     if unnamed or not why:
         raise RecordError(
             f"kernels with code that no GPU test report carries: {', '.join(unnamed or untested)}; {when}, and "
-            f"{UNVERIFIED} {'does not name them' if unnamed else 'gives no reason'}. Run the GPU tests and keep their "
-            f"report in data/records, or name each kernel with its hash, and the reason, in data/records/{UNVERIFIED} "
-            "(`twell-lab records --verify --json` prints the hashes)"
+            f"{UNVERIFIED} {'does not name them' if unnamed else 'gives no reason'}. Keep a report of the GPU tests in "
+            "data/records, or name each kernel with its hash, and the reason, in that file there (`twell-lab records "
+            "--verify --json` prints the hashes)"
         )
     return f"{len(untested)} of {len(now)} kernels have no GPU test report yet ({', '.join(untested)}): {why}"
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twell_lab.analysis.plan import Plan, chosen
+from twell_lab.analysis.planner import Plan, chosen
 from twell_lab.core import InputError, RecordError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.paths import hot_first

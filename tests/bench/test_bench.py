@@ -30,6 +30,8 @@ def test_rates_sum_to_the_mean_nnz(d_ff, share, kind):
         assert rates.unique().numel() == 1
     elif share:
         assert (rates == 0).sum() == round(0.3 * d_ff)
+    with pytest.raises(InputError, match="workload is 'zipf'"):
+        clocks.firing_rates(d_ff, 1, "zipf")
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "uniform"])
@@ -71,7 +73,6 @@ def test_a_workload_is_its_seed():
         ({"d_model": 7}, "d_model is 7"),
         ({"dtype": torch.float64}, "dtype is torch.float64"),
         *(({"nnz": nnz}, f"nnz is {nnz}; 0 to") for nnz in (-1, 64, math.nan, math.inf)),
-        ({"workload_kind": "zipf"}, "workload is 'zipf'"),
     ],
 )
 def test_values_that_are_refused(changed, told):
@@ -134,7 +135,7 @@ RUNS = [lambda: bench.ffn(4, **TINY), lambda: bench.layer(pair()[0], pair()[2])]
 def test_nothing_is_timed_after_a_wrong_result(run, monkeypatch):
     monkeypatch.setattr(forward, "SparseFFN", OffBy)
     monkeypatch.setattr(OffBy, "error", staticmethod(torch.neg))
-    monkeypatch.setattr(clocks, "time_cpu", lambda *_, **__: pytest.fail("a wrong result was timed"))
+    monkeypatch.setattr(clocks, "time_bursts", lambda *_, **__: pytest.fail("a wrong result was timed"))
     with pytest.raises(clocks.WrongResult):
         run()
 
@@ -147,15 +148,14 @@ def test_quartiles_by_hand(samples, median, spread):
 
 
 def assert_complete(record, tokens, d_model, d_ff, dtype, paths):
-    paths = [*paths, *(f"{path} (cold)" for path in paths)]
     assert record.name == "ffn" and [row["path"] for row in record.rows] == paths
     dense_ms = {row["path"]: row["ms"] for row in record.rows}
     for row in record.rows:
         assert (row["kind"], row["device"], row["dtype"]) == ("ffn_forward", "CPU", dtype)
         assert (row["tokens"], row["d_model"], row["d_ff"]) == (tokens, d_model, d_ff)
-        assert len(row["samples"]) >= 5 and min(row["samples"]) > 0
+        assert len(row["samples"]) >= 2 and min(row["samples"]) > 0
         assert (row["ms"], row["spread"]) == pytest.approx(clocks.quartiles(row["samples"]), rel=1e-2, abs=1e-5)
-        assert row["dense_ms"] == dense_ms["dense eager (cold)" if row["path"].endswith("(cold)") else "dense eager"]
+        assert row["dense_ms"] == dense_ms["dense eager"]
         assert row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"])
         assert row["path"].startswith("dense eager") or 0 <= row["error_over_allowed"] <= 1.0
     assert record.rows[0]["path"] == "dense eager" and record.rows[0]["x_dense"] == 1.0
@@ -177,7 +177,6 @@ def test_a_record_of_a_drawn_layer(tokens, dtype, tmp_path):
     assert record.rows[0]["workload"] == "independent, lognormal"
     again = records.load(record.save(tmp_path))
     assert again.rows == record.rows
-    assert bench.ffn(tokens, workload_kind="uniform", **TINY).rows[0]["workload"] == "independent, uniform"
 
 
 def test_the_compiled_dense_layer_beside_them(monkeypatch):

@@ -8,7 +8,7 @@ from twell_lab.ops import clock
 from twell_lab.records import Record
 from twell_lab.sparsities.padding import add_padding
 
-FEW = methods.Sizes(32, 64, (1, 64), 4, 48, torch.float32, "cpu", 0.01)
+FEW = methods.Sizes(32, 64, (1, 64), 4, torch.float32, "cpu", 0.01)
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 70])
@@ -39,8 +39,8 @@ def test_what_padding_puts_wrong_is_not_timed(monkeypatch):
 
 
 def test_ways_of_experts_beside_the_loop():
-    made = methods.experts_rows(4, FEW)
+    made = methods.experts_rows(4, 48, FEW)
     Record.new("comparison", "a test", made)
-    assert [row["path"] for row in made] == ["dense eager", "grouped", "padded", methods.WHOLE]
+    assert [row["path"] for row in made] == ["dense eager", "grouped", "padded"]
     assert all(row["kind"] == "experts" and row["experts"] == 4 and row["d_ff"] == 48 for row in made)
     assert all(row["density"] == 0.5 for row in made)

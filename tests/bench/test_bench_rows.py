@@ -90,9 +90,8 @@ def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(training, "ROUNDS", 2)
     made = training.host_rows(Case(3, d_model=32, d_ff=600))
-    works = {"forward": ["dense eager", "dense", "twell", "hot_cold 512"]}
-    works["forward and backward"] = ["dense eager", "dense", "twell"]
-    assert [(row["workload"], row["path"]) for row in made] == [(work, path) for work in works for path in works[work]]
+    paths = [(work, path) for work in ("forward", "forward and backward") for path in ("dense eager", "twell")]
+    assert [(row["workload"], row["path"]) for row in made] == paths
     for row in made:
         assert row["kind"] == "host" and row["gated"] and row["tokens"] == 3 and len(row["samples"]) == 2
         assert row["wall_ms"] >= row["ms"] > 0 and row["x_dense"] == pytest.approx(row["dense_ms"] / row["ms"])
@@ -102,7 +101,7 @@ def test_host_times_are_the_rows_times_and_wall_times_stand_beside_them(monkeypa
 def test_rows_of_a_gpu_hold_times_of_plain_calls_and_peak_memory(clock, monkeypatch):
     monkeypatch.setattr(clocks, "peak_bytes", lambda call: 7)
     calls = dict.fromkeys(("dense eager", "twell"), lambda turn: None)
-    made = rows.measured({"device": "A GPU"}, calls, {"twell": {"choice": "twell"}}, cold=True, tokens=4)
+    made = rows.measured({"device": "A GPU"}, calls, {"twell": {"choice": "twell"}}, tokens=4)
     assert [row["path"] for row in made] == [*calls, "dense eager (graph)", "twell (graph)"]
     assert [row.get("peak_bytes") for row in made] == [7, 7, None, None]
     assert all(row["wall_ms"] == 2.0 and row["dense_wall_ms"] == 2.0 for row in made)

@@ -32,7 +32,7 @@ def test_gates_get_the_biases_with_which_as_many_neurons_fire_as_asked_for():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU's clock and meter that count, graphs that call what they were made of, and models that are not compiled."""
+    """A GPU's clocks and meter that count, graphs that call what they were made of, and models that are not compiled."""
 
     def time_cuda(calls, rounds=0):
         return {name: [2.0, 1.0 if "(graph)" in name else 3.0] for name, call in calls.items() if call(1) is not None}
@@ -41,16 +41,16 @@ def gpu(monkeypatch):
     monkeypatch.setattr(clocks, "time_bursts", lambda calls, *_, **__: {name: ([0.5], [2.0]) for name in calls})
     monkeypatch.setattr(clocks, "graphed", lambda call, inputs=2: call)
     monkeypatch.setattr(clocks, "peak_bytes", lambda call: 1000)
-    monkeypatch.setattr(workloads, "meter", lambda device: (lambda: 0.0, ""))
-    monkeypatch.setattr(workloads, "millijoules", lambda read, call, wait: 600.0)
+    monkeypatch.setattr(workloads, "millijoules", lambda read, call: 600.0)
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(models.Bench, "planned", lambda *_: Choice("twell"))
 
 
 def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch):
     bench = models.Bench(SIZES, tokens=(24, 48), batches=(2,), compiled=True, **CPU)
-    bench.plans = dict.fromkeys(("planned", "planned for graphs"), lambda: Choice("twell"))
-    bench.clocks = workloads.Clocks(torch.device("cuda"), 3.0, graphs=True)
+    bench.names = ["planned", "planned for graphs"]
+    bench.graphs, bench.meter = True, lambda: 0.0
+    monkeypatch.setattr(clocks, "device_name", lambda device: "A GPU")
     plain = ["dense eager", "planned", "planned for graphs"]
     compiled = ["dense compiled", "planned for graphs compiled"]
     rows = bench.rows("model_decode", 2)
@@ -77,7 +77,7 @@ def test_a_workload_is_timed_as_plain_calls_graphs_and_compiled(gpu, monkeypatch
 
 def test_the_record_of_a_size_measures_what_says_most_first(gpu):
     left_out = {}
-    sections = models.of_size("1M", left_out, 2, compiled=False, cached=16, **CPU)
+    sections = models.of_size("1M", left_out, 2, compiled=False, **CPU)
     assert [*sections][:2] == ["many sequences", "decode, one sequence"]
     made = [row for name in ("decode, one sequence", "training step") for step in sections[name] for row in step()]
     assert [row["kind"] for row in made] == 2 * ["model_decode"] + 2 * ["model_training"]

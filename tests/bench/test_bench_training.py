@@ -22,21 +22,17 @@ def tiny(monkeypatch):
     """No GPU, clock or compiler, and the rates of an H100."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def time_cpu(calls, seconds, cold=False):
-        return {name: [2.0, 1.0, 3.0] for name, call in calls.items() if call(1) is not None}
+    def time_bursts(calls, *_, **__):
+        return {name: ([2.0, 1.0, 3.0], [2.0, 1.0, 3.0]) for name, call in calls.items() if call(1) is not None}
 
-    monkeypatch.setattr(clock, "time_cpu", time_cpu)
+    monkeypatch.setattr(clock, "time_bursts", time_bursts)
     monkeypatch.setattr(forward, "rates_here", lambda: costs.Rates("CPU", "bfloat16", 3e12, 7.4e12, 7e14, 2e-6))
     training._compiled.cache_clear()
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
 
 
-def warm(rows):
-    return [row for row in rows if not row["path"].endswith("(cold)")]
-
-
 def test_every_path_of_a_step_is_checked_and_says_what_it_is():
-    rows = warm(training.step_rows(dataclasses.replace(TINY, label="drawn")))
+    rows = training.step_rows(dataclasses.replace(TINY, label="drawn"))
     paths = ["dense eager", "dense compiled", "forced dense", "forced twell", "planned", "planned compiled"]
     assert [row["path"] for row in rows] == paths
     for row in rows:
@@ -47,7 +43,7 @@ def test_every_path_of_a_step_is_checked_and_says_what_it_is():
 
 
 def test_every_path_of_a_forward_is_checked_and_says_what_it_is():
-    rows = warm(forward.inference_rows(dataclasses.replace(TINY, autotuned=True)))
+    rows = forward.inference_rows(dataclasses.replace(TINY, autotuned=True))
     paths = ["dense eager", "dense compiled", "planned", "planned compiled", "dense max-autotune"]
     assert [row["path"] for row in rows] == [*paths, "forced dense", "forced twell", "forced hot_cold 256"]
     for row in rows:
@@ -82,18 +78,14 @@ def test_the_exact_gradients_are_autograds():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("in_tile", [False, True])
-def test_so_many_neurons_fire_in_so_many_rows(in_tile):
-    plain, heavy = TINY, dataclasses.replace(TINY, heavy=8, fires=200, in_tile=in_tile)
+def test_so_many_neurons_fire_in_so_many_rows():
     fired = {}
-    for case in (plain, heavy):
+    for case in (TINY, dataclasses.replace(TINY, heavy=8, fires=200)):
         layer, inputs, seen = case.draw()
         fired[case] = [layer.gate_proj(x) > 0 for x in (*inputs, *seen)]
     for before, after in zip(*fired.values(), strict=True):
         more = (after & ~before).sum(1)
         assert (more > 150).sum() == 8 and (more < 50).sum() == 32
-        if in_tile:
-            assert after[0, 256:456].all()
 
 
 def test_the_planned_path_follows_the_density(monkeypatch):
@@ -121,7 +113,7 @@ def test_layers_of_a_model_are_planned_one_by_one(monkeypatch):
 
 def test_whole_steps_of_a_model_on_every_path():
     config = ModelConfig(vocabulary=64, d_model=64, layers=2, heads=2, d_ff=256, context=32)
-    rows = warm(training.model_rows(config, 10, 2, "tiny"))
+    rows = training.model_rows(config, 10, 2, "tiny", {})
     paths = ["dense compiled", "planned compiled", "planned, compiled by layer", "forced twell compiled"]
     assert [row["path"] for row in rows] == [*paths, "dense eager", "planned"]
     for row in rows:

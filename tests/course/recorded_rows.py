@@ -1,21 +1,21 @@
 """Rows as the "inference" record has them, made up for the tests of notebook 09."""
 
+from twell_lab.analysis.costs import Rates
 from twell_lab.course.hopper import data as hopper
-from twell_lab.course.roofline import data as roofline
 from twell_lab.records import Record
 
-RATES = roofline.Rates(tensor=800e12, memory=3e12, l2=8e12, source="a test")
+RATES = Rates(device="a GPU", dtype="bfloat16", matmul=800e12, bandwidth=3e12, l2=8e12, launch=0.0)
 WHERE = "recorded on Some GPU, 2026-01-02"
 
 
 def row(path="planned", ms=1.0, dense=2.0, nnz=29.0, tokens=16384, **more):
     shared = {"kind": "inference", "device": "NVIDIA H100", "dtype": "bfloat16", "tokens": tokens, "gated": True}
-    shared |= {"d_model": 2048, "d_ff": 5632, "nnz": nnz, "workload": roofline.LOGNORMAL, "path": path, "ms": ms}
+    shared |= {"d_model": 2048, "d_ff": 5632, "nnz": nnz, "workload": hopper.LOGNORMAL, "path": path, "ms": ms}
     shared |= {"dense_ms": dense, "x_dense": dense / ms, "where": WHERE}
     return shared | more
 
 
-def compared(nnz, tokens=16384, twell=1.0, workload=roofline.LOGNORMAL, **more):
+def compared(nnz, tokens=16384, twell=1.0, workload=hopper.LOGNORMAL, **more):
     """What one comparison leaves in the record: every path of one layer."""
     paths = {"dense eager": 2.0, "dense compiled": 1.9, "forced dense": 1.9, "forced twell": twell}
     paths |= {"planned": min(twell, 1.8), "planned compiled": min(twell, 1.8), "forced hot_cold 768": 1.5}

@@ -1,20 +1,18 @@
 """The figures of the course: their traces hold the numbers that they were given, and they say where there are none."""
 
 import pytest
-import torch
 
-from tests.course.backward import test_measured as steps
+from tests.course.backward import test_backward as steps
 from tests.course.recorded_rows import everything, gates
 from tests.course.sparsity_map.test_sparsity_map import ROWS as PRODUCTS
-from twell_lab.course import clocks, conversion, measure, packing, sweep
+from twell_lab.course import measure, packing, sweep
+from twell_lab.course.backward import data as backward
 from twell_lab.course.backward import figures as backward_figures
-from twell_lab.course.backward import measured
+from twell_lab.course.clocks import figures as clock_figures
+from twell_lab.course.conversion import figures as conversion_figures
 from twell_lab.course.conversion.data import HERE
 from twell_lab.course.hopper import data as hopper
 from twell_lab.course.hopper import figures as hopper_figures
-from twell_lab.course.packing.data import smallest
-from twell_lab.course.roofline import data as roofline
-from twell_lab.course.roofline import figures as roofline_figures
 from twell_lab.course.sparsity_map import figures as sparsity_figures
 from twell_lab.course.speedups import figures as speedup_figures
 
@@ -36,15 +34,15 @@ DENSITIES = [
 # name -> (the figure, {name of a trace: its y, or its x where that says more})
 SHOWN = {
     "training steps": (
-        lambda: backward_figures.steps(measured.layers(steps.compared())),
+        lambda: backward_figures.steps(backward.layers(steps.compared())),
         {"sparse, beside eager torch": [2.0], "planned, compiled, beside compiled torch": [2.0]},
     ),
     "claims": (
-        lambda: clocks.figures.ladder({"claimed": 2000.0, "waits": 30.0, "fair": 0.25}),
+        lambda: clock_figures.ladder({"claimed": 2000.0, "waits": 30.0, "fair": 0.25}),
         {None: [2000, 30, 0.25]},
     ),
     "cuts": (
-        lambda: conversion.figures.picture([*CUTS, point("train", "a", 0.02, 0.5, "recorded on G, 2026-01-01")]),
+        lambda: conversion_figures.picture([*CUTS, point("train", "a", 0.02, 0.5, "recorded on G, 2026-01-01")]),
         {"cut: a": [20.0, 1.0], "convert: b": [2.0], "train with L1: twin of a, recorded": [0.5]},
     ),
     "parts": (
@@ -58,7 +56,7 @@ SHOWN = {
     ),
     "against density": (lambda: measure.figures.against_density(DENSITIES, ""), {"CSR, yours, now": [2.0, 2.0]}),
     "versions": (
-        lambda: roofline_figures.versions(roofline.versions(gates()), 0.38),
+        lambda: hopper_figures.versions(hopper.versions(gates()), 0.38),
         {None: [0.9, 0.62, 0.58, 0.56, 0.52, 0.5]},
     ),
     "products": (lambda: sparsity_figures.beside_dense(PRODUCTS), {"CSR": [2.0, 4.0], "ELL": [0.5]}),
@@ -80,8 +78,8 @@ NOTHING = {
     "parts": lambda: hopper_figures.parts([]),
     "against nnz": lambda: hopper_figures.against_nnz([]),
     "cells": lambda: hopper_figures.loss_map([]),
-    "roofline": lambda: roofline_figures.roofline([], roofline.datasheet()),
-    "versions": lambda: roofline_figures.versions([], 0.4),
+    "roofline": lambda: hopper_figures.roofline([], hopper.datasheet()),
+    "versions": lambda: hopper_figures.versions([], 0.4),
     "zeros": lambda: sparsity_figures.by_zeros([]),
     "trained on": lambda: sparsity_figures.after_training([]),
     "beside layers": lambda: speedup_figures.beside_layers([]),
@@ -97,20 +95,18 @@ def test_a_figure_without_rows_says_so(name):
 
 def test_the_recorded_sweep_is_drawn_with_every_run_once():
     rows = sweep.recorded().rows
-    figure = sweep.figures.loss_against_nnz(rows, "recorded somewhere")
+    figure = sweep.loss_against_nnz(rows, "recorded somewhere")
     drawn = sorted((x, y) for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True))
     assert drawn == sorted((row["mean_nnz"], row["validation_bits_per_byte"]) for row in rows)
     assert "recorded somewhere" in figure.layout.title.text
 
 
 def test_the_smallest_geometry_is_framed():
-    torch.manual_seed(1)
-    table = packing.geometries(torch.randn(3, 300).to(torch.bfloat16), [8, 64], [9, 33])
-    figure = packing.figures.geometries(table, overflow=0.0)
-    best = smallest(table, 0.0)
-    x, y = [8, 64].index(best["tile"]), [9, 33].index(best["words"])
-    framed = {(frame.x0, frame.x1, frame.y0, frame.y1) for frame in figure.layout.shapes}
-    assert framed == {(x - 0.5, x + 0.5, y - 0.5, y + 0.5)}
+    table = [{"tile": tile, "words": words, "bytes": 9.0, "overflow": 0.1} for tile in (8, 64) for words in (9, 33)]
+    framed = {
+        (frame.x0, frame.x1, frame.y0, frame.y1) for frame in packing.figures.geometries(table, table[2]).layout.shapes
+    }
+    assert framed == {(0.5, 1.5, -0.5, 0.5)}
 
 
 def test_the_map_holds_every_cell():
@@ -121,9 +117,9 @@ def test_the_map_holds_every_cell():
 
 
 def test_the_roofline_has_a_point_for_each_kernel_under_the_roof():
-    gpu, found = roofline.datasheet(), roofline.points(everything())
-    figure = roofline_figures.roofline(found, gpu)
+    gpu, found = hopper.datasheet(), hopper.points(everything())
+    figure = hopper_figures.roofline(found, gpu)
     points = [trace for trace in figure.data if trace.mode == "markers"]
-    assert [trace.name for trace in points] == [roofline_figures.VERSIONS.get(p["name"], p["name"]) for p in found]
+    assert [trace.name for trace in points] == [hopper_figures.VERSIONS.get(p["name"], p["name"]) for p in found]
     roof = figure.data[0]
     assert roof.y[-1] == gpu["tensor_tflops"] and roof.y[0] == pytest.approx(0.3 * gpu["bandwidth_gb_s"] / 1e3)

@@ -14,12 +14,13 @@ import torch
 from tests.simulator import recorded
 from twell_lab import plots, simulator
 from twell_lab.core import InputError
-from twell_lab.course import first_kernels, packing, sentence, sparsity_map, sweep, widgets
+from twell_lab.course import first_kernels, packing, sentence, sweep, widgets
 from twell_lab.course.first_kernels.widget import StepExplorer
 from twell_lab.course.packing.widget import TileExplorer
 from twell_lab.course.sentence import figures as sentence_figures
 from twell_lab.course.sentence.widget import SentenceExplorer
-from twell_lab.course.sparsity_map.widget import WeightExplorer
+from twell_lab.course.sparsity_map import data as weights
+from twell_lab.course.sparsity_map import figures as weight_figures
 from twell_lab.formats import TwELL
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.simulator.trace import Trace
@@ -48,11 +49,14 @@ def tile_drawn(shown: TileExplorer) -> go.Figure:
     return packing.figures.tile_view(packed, row, shown.part.value)
 
 
+THRESHOLDS = [0.0, 0.1, 0.5, 3.0]
+
+
 @cache
-def weighed() -> sparsity_map.data.Weighed:
+def weighed() -> weights.Weighed:
     torch.manual_seed(0)
     times = {name: [1.0, 2.0, 3.0, 4.0, 5.0] for name in ("dense", "CSR", "blocks 16", "blocks 32")}
-    return sparsity_map.data.Weighed(torch.randn(64, 32), torch.randn(20, 32), "CPU", times=times)
+    return weights.Weighed(torch.randn(64, 32), torch.randn(20, 32), "CPU", times=times)
 
 
 @cache
@@ -80,12 +84,12 @@ def places(*values, slider="slider") -> list:
 WIDGETS = {
     "recorded run": Case(
         lambda: widgets.Explorer(
-            sweep.figures.picked(recorded_sweep(), 0, "recorded somewhere"),
-            lambda figure, index: sweep.figures.pick(figure, recorded_sweep(), index, "recorded somewhere"),
-            [(sweep.figures.short(row), row["config"]["l1"]) for row in pressed(recorded_sweep())],
+            sweep.picked(recorded_sweep(), 0, "recorded somewhere"),
+            lambda figure, index: sweep.pick(figure, recorded_sweep(), index, "recorded somewhere"),
+            [(sweep.short(row), row["config"]["l1"]) for row in pressed(recorded_sweep())],
             "L1",
         ),
-        lambda shown: sweep.figures.picked(recorded_sweep(), shown.index, "recorded somewhere"),
+        lambda shown: sweep.picked(recorded_sweep(), shown.index, "recorded somewhere"),
         places(*[row["config"]["l1"] for row in pressed(recorded_sweep())][2::-1]),
     ),
     "steps": Case(
@@ -109,8 +113,13 @@ WIDGETS = {
         ],
     ),
     "weight": Case(
-        lambda: WeightExplorer(weighed(), 0.5),
-        lambda shown: sparsity_map.figures.picture(sparsity_map.view(weighed(), shown.slider.value)),
+        lambda: widgets.Explorer(
+            weight_figures.picture(weights.view(weighed(), 0.5)),
+            lambda figure, index: weight_figures.move(figure, weights.view(weighed(), THRESHOLDS[index])),
+            [(f"{threshold:g}", threshold) for threshold in THRESHOLDS],
+            "weights below",
+        ),
+        lambda shown: weight_figures.picture(weights.view(weighed(), THRESHOLDS[shown.index])),
         places(0.1, 0.0, 3.0),
     ),
     "sentence": Case(

@@ -5,8 +5,9 @@ import torch
 
 from twell_lab import simulator
 from twell_lab.core import InputError
-from twell_lab.course import capstone, exercises, yours
+from twell_lab.course import exercises, yours
 from twell_lab.course.capstone import cases
+from twell_lab.course.capstone import data as capstone
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

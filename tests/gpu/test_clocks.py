@@ -7,7 +7,9 @@ from torch.nn.functional import linear
 pytest.importorskip("plotly")  # the course draws
 
 from twell_lab.bench.comparison import scattered  # noqa: E402
-from twell_lab.course import clocks, notebook  # noqa: E402
+from twell_lab.course import notebook  # noqa: E402
+from twell_lab.course.checks.speed import without_multiplying  # noqa: E402
+from twell_lab.course.clocks import data as clocks  # noqa: E402
 from twell_lab.formats import CSR  # noqa: E402
 from twell_lab.sparsities.weights import SparseLinear  # noqa: E402
 
@@ -27,7 +29,7 @@ def test_a_launched_product_is_not_waited_for(case):
     side = torch.randn(8192, 8192, device="cuda")
     asked, done = clocks.asked_and_done(lambda: side @ side, queue, 3)
     assert asked < done / 2
-    asked, done = clocks.asked_and_done(lambda: clocks.without_multiplying(stored, b), queue, 3)
+    asked, done = clocks.asked_and_done(lambda: without_multiplying(stored, b), queue, 3)
     assert 0 < asked <= done
 
 
@@ -48,7 +50,7 @@ def test_the_verdict_finds_the_faults_of_each_step(case):
     plain.weight = torch.nn.Parameter(weight, requires_grad=False)
     sparse = SparseLinear.from_linear(plain, product="csr")
     for layer, baseline, faults in (
-        (lambda x: clocks.without_multiplying(stored, x.T).T, left_behind, ["right"]),
+        (lambda x: without_multiplying(stored, x.T).T, left_behind, ["right"]),
         (lambda x: linear(x, weight * (weight != 0)), dense, ["sparse"]),
         (sparse, left_behind, ["same terms"]),
         (sparse, dense, []),
@@ -63,4 +65,3 @@ def test_the_machine_is_made_busy_and_left_in_peace(case):
     weight, x = case
     found = clocks.same_call_twice(lambda: weight @ x.T, "cuda", 6)
     assert all(value > 0 for samples in found.values() for times in samples.values() for value in times)
-    assert clocks.cached_side("cuda") >= 1024

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from tests.training.train.small_runs import broken_off
 from twell_lab.core import InputError
 from twell_lab.layers.find import feed_forwards
 from twell_lab.training import loop as running
@@ -24,7 +25,7 @@ FLOAT32, BFLOAT16 = 1e-3, 2e-2
 @pytest.fixture(scope="module")
 def tiny():
     library = standard_library()
-    text = dataclasses.replace(library, tokens=library.tokens[:1_000_000], size=1_000_000, starts=(0,))
+    text = dataclasses.replace(library, tokens=library.tokens[:1_000_000], size=1_000_000, starts=(0,), cut=None)
     base = TrainConfig(
         steps=24,
         batch=16,
@@ -58,26 +59,12 @@ def close(rows, other, rel):
         assert one["l1_layers"] == pytest.approx(two["l1_layers"], rel=10 * rel), one["step"]
 
 
-class Enough(Exception):
-    pass
-
-
-def until(step):
-    def stop(row):
-        if row["step"] >= step:
-            raise Enough
-
-    return stop
-
-
 def test_the_first_step_is_the_cpus(tiny, plain):
     close(train(tiny(steps=24, device="cpu"), progress=False, on_step=None).history[:1], plain.history[:1], 1e-5)
 
 
 def test_a_resumed_run_gives_the_curve_of_the_unbroken_one(tiny, plain, tmp_path):
-    pytest.importorskip("safetensors")
-    with pytest.raises(Enough):
-        train(tiny(checkpoint_every=10), out=tmp_path, progress=False, on_step=until(16))
+    broken_off(tiny(), tmp_path, 16)
     result = train(tiny(), resume=tmp_path, progress=False)
     close(result.history, plain.history, FLOAT32)
     assert result.validation_bits_per_byte == pytest.approx(plain.validation_bits_per_byte, rel=FLOAT32)

@@ -179,7 +179,7 @@ def test_their_model_is_what_the_checkpoint_holds(runs, parallel):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_run_that_diverges_ends_on_both_and_saves_nothing_of_it(runs, parallel):
-    assert "training diverged" in runs[1][1] and not checkpoint.exists(runs[0] / f"{parallel}-diverges")
+    assert "training diverged" in runs[1][1] and not (runs[0] / f"{parallel}-diverges" / checkpoint.STATE).exists()
 
 
 def test_interrupted_processes_agree_where_to_stop_and_save(base, tmp_path):

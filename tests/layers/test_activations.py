@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from twell_lab.layers.activations import is_relu, is_squared, is_threshold, kernel_activation, kernel_inputs
 from twell_lab.layers.find import survey
 from twell_lab.layers.lossy import Cut, ThresholdedActivation
+from twell_lab.layers.parts import FeedForward
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.ops.activation import RELU, Activation
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward, SquaredReLU
@@ -78,12 +79,12 @@ def test_what_kernels_compute_in_its_place(name):
     ((found,), reasons), wanted = survey(LAYERS[name][0]()), LAYERS[name][1]
     assert reasons == {} and found.both == (name == "dReLU")
     assert (found.gate is found.up) == (name == "squared")
-    kernel = kernel_activation(found.acts or torch.relu, found.gate is not None, found.both, found.up.weight)
+    kernel = kernel_activation(found)
     if isinstance(wanted, float):
         assert kernel.kind == "above" and kernel.threshold == pytest.approx(wanted, rel=1e-6)
         wanted = kernel
     assert kernel == wanted
-    assert kernel_activation(found.acts or torch.relu, True, found.both, found.up.weight, Cut(0.1, 0.1)) is None
+    assert kernel_activation(found._replace(cut=Cut(0.1, 0.1))) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -91,8 +92,7 @@ def test_what_kernels_compute_in_its_place(name):
 @torch.no_grad()
 def test_the_kernels_activation_keeps_the_same_values(name, dtype):
     (found,) = survey(LAYERS[name][0]().to(dtype))[0]
-    acts, gated = found.acts or torch.relu, found.gate is not None
-    kernel = kernel_activation(acts, gated, found.both, found.up.weight)
+    acts, kernel = found.acts or torch.relu, kernel_activation(found)
     bound = torch.tensor(getattr(acts, "threshold", 0.0), dtype=dtype)
     step = torch.nextafter(bound, torch.tensor(torch.inf, dtype=dtype))
     x = torch.cat([torch.randn(2000, dtype=dtype), torch.stack([bound, -bound, step, torch.nextafter(bound, -step)])])
@@ -115,10 +115,11 @@ def test_a_sparse_layer_computes_it(name):
     [(nn.ReLU(), "relu"), (torch.relu, "relu"), (F.relu, "relu"), (nn.SiLU(), "silu"), (nn.GELU("tanh"), "gelu_tanh")],
 )
 def test_thresholds_on_inputs_leave_the_activation_as_it_is(acts, kind):
-    found = kernel_inputs(acts, False, Cut(0.1, 0.2))
+    layer = FeedForward("", None, nn.Linear(2, 4), nn.Linear(2, 4), nn.Linear(4, 2), acts, cut=Cut(0.1, 0.2))
+    found = kernel_inputs(layer)
     assert (found.kind, found.inputs, found.hidden) == (kind, 0.1, 0.2)
-    assert kernel_inputs(acts, True, Cut(0.1, 0.2)) is None and kernel_inputs(acts, False, None) is None
-    assert kernel_inputs(nn.Mish(), False, Cut(0.1, 0.2)) is None
+    others = dict(both=True), dict(cut=None), dict(acts=nn.Mish()), dict(gate=layer.up)
+    assert all(kernel_inputs(layer._replace(**other)) is None for other in others)
 
 
 def shadowed(acts):

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
-from tests.layers.models_of import build, logits, sparse_layers
+import twell_lab as tl
+from tests.layers.models_of import build, given, logits, sparse_layers
 from tests.models.swapping.spread import MODELS, spread
 from twell_lab.core import InputError
 from twell_lab.layers.find import examine, feed_forwards, is_plain, survey
 from twell_lab.layers.parts import part_at
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify
-from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
+from twell_lab.ops.reference import GatedFeedForward
 
 pytest.importorskip("transformers")
 
@@ -141,14 +142,15 @@ def test_inside_a_block():
     assert "raised" in obstacle(fused)
 
 
-def test_a_dense_relu_of_two_is_known_as_such():
-    class Double(GatedFeedForward):
-        def forward(self, x):
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
-
-    (layer,), reasons = survey(Double(16, 40))
-    assert layer.both and reasons == {}
-    assert [each.both for each in survey(PlainFeedForward(16, 40, "relu2"))[0]] == [False]
+@pytest.mark.parametrize("name, place", [("OPT", "fc1"), ("GPT-2", "c_fc")])
+@torch.no_grad()
+def test_a_block_whose_inputs_have_thresholds_stays_dense(name, place):
+    """What its projections hand on would be cut instead: the layer's output by the threshold of its hidden values."""
+    model = build(name)
+    tl.thresholds(model, [given(model)["input_ids"]], 0.5, method="teal").apply(model)
+    expected, reasons = logits(model), survey(model)[1]
+    assert len(reasons) == 2 and all(f"{place} has hooks" in reason for reason in reasons.values())
+    assert torch.equal(logits(sparsify(model, "twell")), expected)
 
 
 CHANGED = {"OPT": ["fc1", "fc2"], "BERT": ["intermediate.dense"], "GPT-2": ["c_proj"], "Phi-3": ["gate_up_proj"]}

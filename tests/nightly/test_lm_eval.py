@@ -7,7 +7,7 @@ import torch
 
 import twell_lab as tl
 from tests.models.speaking import decoders
-from twell_lab.models import llama
+from twell_lab.models import tiny
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install lm_eval")
 
@@ -33,8 +33,8 @@ def test_a_swapped_model_answers_as_the_dense_one(tmp_path, monkeypatch):
     rows = [{"question": f"{n}+1=", "choices": [str(n + 1), str(n + 2)], "gold": 0} for n in range(9)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "sums.yaml").write_text(TASK.replace("FOLDER", str(tmp_path)))
-    content = tokenizers.Tokenizer.from_str(llama.bytes_tokenizer())
-    edges = dict.fromkeys(("eos_token", "pad_token"), llama.EDGE)
+    content = tokenizers.Tokenizer.from_str(tiny.bytes_tokenizer())
+    edges = dict.fromkeys(("eos_token", "pad_token"), tiny.EDGE)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=content, **edges)
     model = decoders.build("Llama", hidden_act="relu", vocab_size=len(tokenizer)).requires_grad_(False)
 

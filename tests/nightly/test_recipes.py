@@ -2,7 +2,7 @@
 
 import pytest
 
-from twell_lab.bench import fine_tuning, serving
+from twell_lab.bench import decoding, fine_tuning
 from twell_lab.models.tiny import ModelConfig
 
 pytest.importorskip("accelerate")
@@ -11,9 +11,9 @@ SIZES = ModelConfig(d_model=64, layers=2, heads=2, d_ff=256, context=64)
 
 def test_a_server_answers_all_requests_dense_and_planned(monkeypatch):
     """In float32 all answers begin with the dense model's token, and no request waits less than nothing."""
-    for name, value in (("REQUESTS", 5), ("ROUNDS", 2), ("PROMPT", 16), ("NEW", 8), ("BLOCKS", 16)):
-        monkeypatch.setattr(serving, name, value)
-    dense, planned = serving.sections(size=SIZES)["serving"][1]()
+    for name, value in (("REQUESTS", 5), ("ROUNDS", 2), ("PROMPT", 16), ("ANSWER", 8), ("BLOCKS", 16)):
+        monkeypatch.setattr(decoding, name, value)
+    dense, planned = decoding.serving(size=SIZES)["serving"][1]()
     assert (dense["path"], planned["path"]) == ("dense", "planned") and planned["same"] == 1.0
     for row in (dense, planned):
         assert row["requests"] == 5 and 0 < row["p50_s"] <= row["p99_s"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.speaking import decoders
-from twell_lab.models import llama
+from twell_lab.models import tiny
 
 transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
 for needed in ("fastapi", "uvicorn", "openai"):
@@ -25,8 +25,8 @@ PROMPT, TOKENS = "In the", 12
 
 @pytest.mark.parametrize("batching", [["--continuous-batching", "--cb-num-blocks", "64"], []])
 def test_a_swapped_model_is_served(tmp_path, batching):
-    edges = dict.fromkeys(("eos_token", "pad_token"), llama.EDGE)
-    content = tokenizers.Tokenizer.from_str(llama.bytes_tokenizer())
+    edges = dict.fromkeys(("eos_token", "pad_token"), tiny.EDGE)
+    content = tokenizers.Tokenizer.from_str(tiny.bytes_tokenizer())
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=content, **edges)
     model = decoders.build("Llama", hidden_act="relu", vocab_size=len(tokenizer), max_position_embeddings=512)
     for config in (model.config, model.generation_config):

@@ -13,7 +13,7 @@ import twell_lab
 from twell_lab import simulator
 from twell_lab.course import exercises, packing, puzzles
 from twell_lab.course.capstone.cases import STEPS
-from twell_lab.course.clocks import without_multiplying
+from twell_lab.course.checks.speed import without_multiplying
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 CALL = re.compile(r'exercises\.check\("(\w+)", (?:(\w+)|"([\w./-]+\.cu)")\)')
@@ -416,7 +416,7 @@ def called_at_once(call, queue, now):
 
 
 FAULTS = [
-    ("gate_push", lambda gate, up, c: c * up * (gate > 0), "should be [1.5, 3.0, 0.0, 0.0]; yours gave tensor(["),
+    ("gate_push", lambda gate, up, c: c * up * (gate > 0), "should be [1.5, 3, 0, 0]; yours gave tensor(["),
     ("firing_share", lambda counts, share: 0.25, "firing_share([1, 1, 1, 1], 0.5) should be 0.5; yours gave 0.25."),
     ("may_be_skipped", lambda activation: True, "may_be_skipped gave True for silu, which makes -0.278 of -1.28."),
     ("cut_error", cut_error_without_relu, "at -0.5, where a cut takes silent neurons alone, should be 0"),

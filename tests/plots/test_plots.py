@@ -1,7 +1,6 @@
 """Figures: what they draw is what they were given."""
 
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,6 @@ from twell_lab import formats, plots
 from twell_lab.analysis.profile import profile
 from twell_lab.core import InputError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-
-ROW = {
-    **{"kind": "ffn_forward", "device": "CPU", "dtype": "float32", "tokens": 1, "d_model": 2048, "d_ff": 5632},
-    **{"nnz": 29.0, "path": "twell", "ms": 2.0, "dense_ms": 6.0, "x_dense": 3.0},
-}
 
 
 def profiled(fires: torch.Tensor) -> SimpleNamespace:
@@ -109,58 +103,10 @@ def test_a_tile_read_back_from_its_words_is_the_tile(dtype, width, share, words,
         ]
 
 
-def test_the_packed_tile_draws_values_where_they_were():
-    gate = torch.full((1, 64), -1.0)
-    gate[0, 5], gate[0, 40] = 0.5, 2.0
-    packed = formats.TwELL.from_gate(gate.to(torch.bfloat16), tile=64)
-    figure = plots.packed_tile(packed)
-    before, after = figure.data
-    assert before.z[0][5] == 0.5 and before.z[1][8] == 2.0 and sum(map(sum, before.z)) == 2.5
-    assert [cell for line in after.text for cell in line if cell] == ["<b>2</b>", "5:<br>0.5", "40:<br>2"]
-
-
-def test_an_overflowing_tile_says_so():
-    packed = formats.TwELL.from_gate(torch.ones(1, 64, dtype=torch.bfloat16), tile=64, words=32)
-    figure = plots.packed_tile(packed)
-    assert "33 more live in the tail" in figure.layout.title.text
-    assert sum(map(sum, figure.data[0].z)) == 64
-
-
-def test_infinity_and_nan_are_drawn_and_a_tile_that_is_not_there_is_refused():
-    gate = torch.tensor([[math.inf, math.nan, 1.0, -1.0]], dtype=torch.bfloat16)
-    packed = formats.TwELL.from_gate(gate, tile=4, words=4)
-    plots.packed_tile(packed).to_json()
+def test_a_tile_that_is_not_there_is_refused():
+    packed = formats.TwELL.from_gate(torch.ones(1, 4, dtype=torch.bfloat16), tile=4, words=4)
     with pytest.raises(InputError, match="tiles 0 to 0"):
-        plots.packed_tile(packed, 0, 1)
-
-
-def test_one_workload_is_a_line_and_others_are_kept_apart():
-    rows = [{**ROW, "tokens": tokens, "nnz": nnz} for tokens, nnz in ((64, 29.1), (1, 33.0), (8, 28.7))]
-    others = [{"nnz": 8.0}, {"path": "part: pack", "x_dense": None}, {"path": "dense eager"}]
-    lines = plots.series([*rows, *(ROW | other for other in others)], "here")
-    assert {name: sorted(row["tokens"] for row in points) for name, points in lines.items()} == {
-        "here: fp32, twell, mean nnz 8": [1],
-        "here: fp32, twell, mean nnz 29": [1, 8, 64],
-    }
-
-
-@pytest.mark.parametrize(
-    "changes, shown",
-    [
-        # A compiled dense layer is one line whatever fires; workloads are kept apart where there are several.
-        ([{"path": "dense compiled", "nnz": nnz} for nnz in (8.0, 29.0)], ["dense compiled"]),
-        (
-            [{"workload": "lognormal"}, {"workload": "uniform"}],
-            [f"twell, {w}, mean nnz 29" for w in ("lognormal", "uniform")],
-        ),
-        ([{"label": "layer 1", "nnz": 1.0}, {"label": "layer 1", "nnz": 64.0}], ["twell, mean nnz 1"]),
-    ],
-)
-def test_which_rows_are_a_line(changes, shown):
-    rows = [{**ROW, **change, "tokens": tokens} for change in changes for tokens in (1, 64)]
-    lines = plots.series(rows, "here")
-    label = "layer 1, " * ("label" in changes[0])
-    assert [*lines] == [f"here: {label}fp32, {line}" for line in shown]
+        plots.tile_of(packed, 0, 1)
 
 
 @pytest.mark.parametrize(

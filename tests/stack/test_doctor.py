@@ -48,20 +48,20 @@ FAULT = ("torch 2.14.0 is built for CUDA 13.0 and cupy-cuda12x 14.2.0 for CUDA 1
 @pytest.mark.parametrize(
     "changes, limited, topic, says, command",
     [
-        (NO_GPU, {"GPU", "GPU kernels"}, "GPU", "", None),
-        (NO_GPU | {"fault": FAULT}, {"GPU", "GPU kernels"}, "CuPy", "", None),
-        ({"gpus": [P100]}, {"GPU", "GPU kernels"}, "GPU", "sm_75", None),
-        (NO_GPU | {"torch": None, "torch_cuda": None}, {"PyTorch", "GPU", "GPU kernels"}, "GPU", "", None),
-        ({"usable": False, "torch_cuda": None}, {"GPU", "GPU kernels"}, "GPU", "without CUDA", "cu12"),
+        (NO_GPU, {"GPU"}, "GPU", "", None),
+        (NO_GPU | {"fault": FAULT}, {"GPU"}, "CuPy", "", None),
+        ({"gpus": [P100]}, {"GPU"}, "GPU", "sm_75", None),
+        (NO_GPU | {"torch": None, "torch_cuda": None}, {"PyTorch", "GPU"}, "GPU", "", None),
+        ({"usable": False, "torch_cuda": None}, {"GPU"}, "GPU", "without CUDA", "cu12"),
         (
             {"usable": False, "torch_cuda": "13.0", "cuda_driver": "12.4"},
-            {"GPU", "GPU kernels"},
+            {"GPU"},
             "GPU",
             "runs CUDA up to 12.4",
             "cu12",
         ),
-        ({"usable": False}, {"GPU", "GPU kernels"}, "GPU", "CUDA_VISIBLE_DEVICES", None),
-        ({"fault": FAULT}, {"CuPy", "GPU kernels"}, "CuPy", FAULT[0], FAULT[1]),
+        ({"usable": False}, {"GPU"}, "GPU", "CUDA_VISIBLE_DEVICES", None),
+        ({"fault": FAULT}, {"CuPy"}, "CuPy", FAULT[0], FAULT[1]),
     ],
 )
 def test_what_is_missing_limits_what_needs_it_and_nothing_else(on, changes, limited, topic, says, command):
@@ -83,7 +83,7 @@ def test_missing_cupy_and_nvrtc_name_the_extra_that_fits(on, monkeypatch, change
     monkeypatch.setattr(sys, "prefix", "elsewhere")
     for gone in ({"nvrtc": None}, {"nvrtc": None, "cupy": None, "cupy_package": None}):
         found = on(**gone, **changes)
-        assert found["CuPy"].state == "missing" and found["GPU kernels"].state == "limited"
+        assert found["CuPy"].state == "missing"
         command = found["CuPy"].command
         assert "pip install" in command and "twell-lab" not in command
         assert "cupy-cuda" in command and ("[ctk]" in command) == (extra != "compile") or f".[{extra}]" in command
@@ -91,12 +91,11 @@ def test_missing_cupy_and_nvrtc_name_the_extra_that_fits(on, monkeypatch, change
 
 def test_cubins_compiled_elsewhere_need_no_compiler(on, monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_LAB_CUBINS", str(tmp_path))
-    found = on(nvrtc=None)
-    assert found["GPU kernels"].state == found["CuPy"].state == "ok"
+    assert on(nvrtc=None)["CuPy"].state == "ok"
 
 
 def test_packages_that_are_used_where_they_are_there_are_named_with_what_installs_them(on, monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "nvidia-ml-py" else "1.2")
+    monkeypatch.setattr(core, "version", lambda package: None if package == "nvidia-ml-py" else "1.2")
     found = on()["packages"]
     assert found.state == "missing" and found.command == "pip install nvidia-ml-py"
     assert all(f"{name} 1.2" in found.text for name in ("plotly", "transformers", "tokenizers", "datasets"))
@@ -107,9 +106,9 @@ def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
     def broken(*arguments):
         raise ValueError("unheard of")
 
-    monkeypatch.setattr(doctor, "_version", broken)
+    monkeypatch.setattr(core, "version", broken)
     found = on()
     assert found["packages"].state == "limited" and "ValueError: unheard of" in found["packages"].text
-    assert found["GPU kernels"].state == "ok"
+    assert found["GPU"].state == found["CuPy"].state == "ok"
     monkeypatch.setattr(core, "describe_machine", broken)
     assert all(finding.state == "limited" and "unheard of" in finding.text for finding in doctor.examine().values())

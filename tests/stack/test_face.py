@@ -18,7 +18,7 @@ FACE = [name for name in tl.__all__ if name != "__version__"]
 
 
 def promised(stub: str) -> dict[str, str]:
-    """Name -> where a stub says that it comes from: "analysis.plan.Plan"; "bench" is a folder itself."""
+    """Name -> where a stub says that it comes from: "analysis.planner.Plan"; "bench" is a folder itself."""
     found = {}
     for node in ast.parse(stub).body:
         if isinstance(node, ast.ImportFrom):

@@ -5,15 +5,16 @@ import dataclasses
 import pytest
 
 from tests.threads import one_thread  # noqa: F401
+from tests.training.train.small_runs import text_of
 from twell_lab.training.config import TrainConfig
-from twell_lab.training.text.source import of_pieces, standard_library
+from twell_lab.training.text.source import standard_library
 
 TIMES = ("seconds", "tokens_per_s")  # all else in a history is the same for the same seed
 
 
 @pytest.fixture(scope="session")
 def some_text():
-    return of_pieces("some", [standard_library().tokens[:200_000].numpy().tobytes()])
+    return text_of(standard_library().tokens[:200_000].numpy().tobytes())
 
 
 @pytest.fixture(scope="session")

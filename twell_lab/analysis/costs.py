@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from ..layers.choice import DENSE, Choice
 from ..layers.paths import PATHS, Path
@@ -40,10 +39,10 @@ def by_choice(
         if not path.helps(tokens, rates) or path.splits and not apart:
             continue
         sizes = [hot] if path.splits and hot else path.sizes(firing.d_ff)
-        choices = [Choice(path.name, size) for size in sizes]
+        choices = (Choice(path.name, size) for size in sizes)
         totals = {choice: predict(choice, firing, rates, tokens, itemsize)["total"] for choice in choices}
         if totals:
-            best = min(totals, key=lambda choice: totals[choice])
+            best = min(totals, key=totals.__getitem__)
             found[best] = totals[best]
     return found
 
@@ -59,11 +58,22 @@ def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype |
     target, tiny = torch.empty_like(source), torch.zeros(8, 8, dtype=dtype, device=device)
     n, k = (8192, 2048) if large else (512, 512)
     a, b = torch.ones(n, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
-    rows, d_model, d_ff = shape = (4096, 2048, 4096) if large else (32, 512, 2048)
+    rows, d_model, d_ff = (4096, 2048, 4096) if large else (32, 512, 2048)
     fewer, more = (16, 80) if large else (2, 12)
+
+    def repeat(
+        times: int, turn: int
+    ) -> None:  # operations that are too small to take any time but that of their launch
+        result = tiny
+        for _ in range(times):
+            result = torch.mm(result, result)
+
     calls = {"copy": lambda turn: target.copy_(source), "mm": lambda turn: torch.mm(a, b)}
-    calls |= {name: partial(_repeat, tiny, times) for name, times in (("few", 10), ("many", 50))}
-    calls |= {str(nnz): _sparse_call(shape, nnz, dtype, device) for nnz in (fewer, more)}
+    calls |= {name: partial(repeat, times) for name, times in (("few", 10), ("many", 50))}
+    for nnz in (fewer, more):
+        layer, inputs = clock.workload(rows, d_model, d_ff, nnz, "uniform", dtype, device)
+        sparse = SparseFFN.from_module(layer.eval(), plan=Choice("twell"))
+        calls[str(nnz)] = lambda turn, sparse=sparse, inputs=inputs: sparse(inputs[turn % len(inputs)])
     if large:
         with torch.cuda.device(device):
             samples = clock.time_cuda(calls, 10)
@@ -83,16 +93,3 @@ def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype |
         cache=getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) if large else 0,
         fuses=dispatch.fuses(a),
     )
-
-
-def _repeat(tiny: Tensor, times: int, turn: int) -> None:
-    """Do so many operations, each too small to take any time but that of its launch."""
-    for _ in range(times):
-        tiny = torch.mm(tiny, tiny)
-
-
-def _sparse_call(shape: tuple[int, int, int], nnz: int, dtype: torch.dtype, device: torch.device):
-    """Return a call of the twell path on a drawn layer, every neuron firing equally often."""
-    layer, inputs = clock.workload(*shape, nnz, "uniform", dtype, device)
-    sparse = SparseFFN.from_module(layer.eval(), plan=Choice("twell"))
-    return lambda turn: sparse(inputs[turn % len(inputs)])

@@ -15,14 +15,18 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .. import __version__, records
 from ..core import WHOLE, InputError, TwellError
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import kernel_activation
@@ -36,8 +40,8 @@ from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
 from ..ops import clock
 from ..ops.activation import SquaredReLU
 from .costs import Firing, Rates, by_choice, measure_rates
-from .plan import Plan
 from .profile import FiringProfile, LayerProfile, captured, check_same
+from .saved import Saved
 
 TOKENS = (1, 64, 2048, 16384)
 CALLS = ("eager", "compiled", "captured")
@@ -45,6 +49,10 @@ MARGIN_HOT = 1.05  # how many times as fast as the best path without it hot/cold
 MARGIN_PREDICTED = 1.1  # how many times as fast as dense where nothing is timed
 ALIKE = 1.3  # up to this ratio of their predictions layers share trials
 CAPTURED, DRAWN = "captured from the batches", "drawn at the profile's rates"
+IN_FOLDER = "plan.json"  # what the plan is called in a folder that has its model
+# Of the table that a plan is printed as: the fields of its rows, with their headings.
+COLUMNS = {"layer": "layer", "nnz": "mean nnz"}
+COLUMNS |= {name: name.replace("_", " ") for name in ("tokens", "choice", "us", "dense_us", "x_dense", "how", "why")}
 _REACH = 1.5  # how far from the best prediction paths are timed
 _ROWS = 4096  # inputs of a layer that are timed on at most; more tokens repeat them
 _CPU_PRODUCTS = 2**29  # of a call on a CPU: more tokens than take so many are timed as so many, and scaled
@@ -52,6 +60,97 @@ _LAST = 2**62  # a class of token counts above all that are asked for
 
 Option = tuple[Choice, bool]  # what a layer does, and whether its neurons lie in the order of hot/cold
 Times = dict[Option | None, float]  # microseconds of a call; None: of the layer as torch computes it
+
+
+@dataclass(frozen=True)
+class Plan(Saved):
+    """The plans of a model's layers, in the model's order.
+
+    device, dtype: what it was made for; rates: costs.Rates as a dict, what the predictions rest on. calls: whose time
+    decides: "eager", "compiled" or "captured" calls; inputs: where what was timed came from ("captured from the
+    batches", "drawn at the profile's rates"), None where nothing was."""
+
+    FORMAT: ClassVar = "twell-lab plan"
+    VERSION: ClassVar = 4
+
+    layers: list[LayerPlan]
+    device: str
+    dtype: str
+    rates: dict = field(default_factory=dict)
+    calls: str = "eager"
+    inputs: str | None = None
+    release: str = __version__
+
+    def layer(self, name: str) -> LayerPlan:
+        """Return the plan of the layer called so; InputError names the ones there are."""
+        layers = {layer.name: layer for layer in self.layers}
+        if name not in layers:
+            raise InputError(f"the plan has no layer {name!r}; it has {[*layers]}")
+        return layers[name]
+
+    def table(self) -> list[dict]:
+        """List every candidate of every layer: `layer`, and the fields of Candidate."""
+        return [{"layer": layer.name, **vars(row)} for layer in self.layers for row in layer.candidates]
+
+    def summary(self) -> str:
+        """Return lines that say which paths the layers take, what that should gain, and what stayed dense and why."""
+        taken, lines = {layer.name: chosen(layer) for layer in self.layers}, []
+        for tokens in sorted({tokens for layer in self.layers for tokens in layer.choices}):
+            rows = [next((row for row in rows if tokens <= row["tokens"]), rows[-1]) for rows in taken.values()]
+            paths = Counter(layer.choice(tokens).path for layer in self.layers)
+            us, dense_us = (sum(row[name] or 0.0 for row in rows) for name in ("us", "dense_us"))
+            gain = f"; {dense_us / us:.2f}x dense together" if us and all(row["us"] for row in rows) else ""
+            ways = ", ".join(f"{count} {path}" for path, count in paths.most_common())
+            lines.append(f"up to {tokens:,} token{'s' * (tokens > 1)}: {ways}{gain}")
+        why: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if {*layer.choices.values()} == {DENSE}:
+                why.setdefault(taken[layer.name][-1]["why"], []).append(layer.name or "layer")
+        for reason, names in why.items():
+            more = f" and {len(names) - 3} more" if names[3:] else ""
+            lines.append(f"dense throughout: {', '.join(names[:3])}{more}: {reason}")
+        how = f"timed, {self.calls} calls" if self.inputs else "predicted"
+        return "\n".join([*lines, f"for {self.device}, {self.dtype}; {how}"])
+
+    def __str__(self) -> str:
+        rows = [{**row, "layer": layer.name or "layer"} for layer in self.layers for row in chosen(layer)]
+        return f"{records.table(rows, COLUMNS)}\n{self.summary()}"
+
+    def check_model(self, layers: Iterable[FeedForward]) -> None:
+        """Raise InputError unless the plan is for a model with these layers, where they are now."""
+        have, planned = ({layer.name: layer for layer in some} for some in (layers, self.layers))
+        check_same(planned, have, "the plan", "the model")
+        weight = have[self.layers[0].name].up.weight
+        here = clock.device_name(weight.device), str(weight.dtype).removeprefix("torch.")
+        if (self.device, self.dtype) != here:
+            raise InputError(
+                f"the plan is for {self.device}, {self.dtype}; the model is on {here[0]}, {here[1]}: a plan made there "
+                "is accepted (tl.plan, twell-lab sparsify)"
+            )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Self:
+        """Read the plan that `save` wrote, or the one in a folder of `twell-lab sparsify`'s; RecordError as there."""
+        return super().load(os.path.join(path, IN_FOLDER) if os.path.isdir(path) else path)
+
+
+def chosen(layer: LayerPlan) -> list[dict]:
+    """List one row a class of token counts of a layer's plan: `layer`, `nnz`, `tokens`, `choice`, `us` and `dense_us`
+    (None where nothing is known), `x_dense`, `how` and on which layer they were measured, and `why`."""
+    rows = []
+    for tokens, choice in layer.choices.items():
+        weighed = [row for row in layer.candidates if row.tokens == tokens]
+        taken = next(row for row in weighed if row.chosen)
+        dense = next((row for row in weighed if row.choice == DENSE), taken)
+        us, dense_us, how = taken.predicted_us or None, dense.predicted_us or None, "predicted"
+        if taken.measured_us is not None:
+            us, dense_us, how = taken.measured_us, taken.dense_us, "measured"
+            us = dense_us if layer.unchanged else us  # nothing is swapped
+            how += "" if taken.timed_on in (None, layer.name) else f" on {taken.timed_on}"
+        row = {"layer": layer.name, "nnz": layer.nnz if layer.profiled else None, "tokens": tokens}
+        row |= {"choice": str(choice), "us": us, "dense_us": dense_us}
+        rows.append({**row, "x_dense": dense_us / us if us and dense_us else None, "how": how, "why": taken.why})
+    return rows
 
 
 def plan(
@@ -88,7 +187,10 @@ def plan(
         raise InputError(
             f"profile is a {type(profile).__name__}; a FiringProfile, as profile() returns it, is accepted"
         )
-    tokens = _classes(tokens)
+    tokens = [tokens] if isinstance(tokens, int) else list(tokens)
+    whole = all(type(count) is int and 0 < count < WHOLE for count in tokens)
+    if not tokens or not whole or len({*tokens}) < len(tokens):
+        raise InputError(f"tokens is {tokens!r:.200}; different whole numbers from 1 to 2**63 - 1 are accepted")
     layers = {layer.name: layer for layer in feed_forwards(model, only=only)}
     check_same({layer.name: layer for layer in profile.layers}, layers, "the profile", "the model")
     found = [layers[layer.name] for layer in profile.layers]
@@ -100,26 +202,25 @@ def plan(
     batches = None if batches is None else [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
     if batches == []:
         raise InputError("batches is empty; accepted: at least one input of the model, or None")
-    fitted, rates = _fitted(paths, found), rates or measure_rates(device, dtype)
-    rows = [_Weighed(*each, rates, tokens) for each in zip(profile.layers, found, fitted)]
-    for row in rows if measure and batches is None else ():
-        if row.found.cut is not None:
-            row.reason = "its inputs have thresholds, so it is timed on batches, and there are none"
-    groups, inputs = _alike([row for row in rows if not row.reason]), {}
+    fitted, rates, drawn = _fitted(paths, found), rates or measure_rates(device, dtype), measure and batches is None
+    rows = [_Weighed(*each, rates, sorted(tokens), drawn) for each in zip(profile.layers, found, fitted)]
+    groups: dict[_Weighed, list[_Weighed]] = {}  # of layers that share trials, by the one that should take longest
+    for row in sorted((row for row in rows if not row.reason), key=_Weighed.expected, reverse=True):
+        groups.setdefault(next((first for first in groups if first.alike(row)), row), []).append(row)
+    inputs: dict[str, Tensor] = {}
     if measure and groups and batches is not None:
-        inputs = captured(model, batches, [group[0].layer.name for group in groups], min(_ROWS, tokens[-1]))
+        inputs = captured(model, batches, [first.layer.name for first in groups], min(_ROWS, max(tokens)))
     beside = sum(p.nbytes for p in model.parameters())
     dense = Candidate(1, DENSE.path, 0, 0.0, None, True, "")
-    candidates = {row.layer.name: [replace(dense, tokens=count, why=row.reason) for count in tokens] for row in rows}
-    with tqdm(groups, unit="group", desc="plan", leave=False, disable=None if progress else True) as bar:
-        for group in bar:
-            first = group[0]
+    candidates = {row.layer.name: [replace(dense, tokens=n, why=row.reason) for n in sorted(tokens)] for row in rows}
+    with tqdm(groups.items(), unit="group", desc="plan", leave=False, disable=None if progress else True) as bar:
+        for first, group in bar:
             bar.set_postfix_str(first.layer.name, refresh=False)
             x = inputs.pop(first.layer.name, None)
             trial = Trial(first.layer, first.found, first.hot, calls, x, beside) if measure else None
             candidates |= dict.fromkeys((row.layer.name for row in group), first.decide(trial))
             del trial  # its copies of the layer go before the next one's come
-    source = (DRAWN if batches is None else CAPTURED) if measure and groups else None
+    source = (CAPTURED if batches else DRAWN) if measure and groups else None
     plans = [
         replace(LayerPlan.forced(layer, DENSE), candidates=tuple(candidates[layer.name])) for layer in profile.layers
     ]
@@ -155,10 +256,17 @@ class _Weighed:
     """A layer, and what each path should take.
 
     predicted: microseconds of each choice, by class; on a path that splits, of one hot size for all classes, since the
-    neurons can lie in one order only. reason: why it is dense without further ado; "" where it is not."""
+    neurons can lie in one order only. reason: why it is dense without further ado; "" where it is not. kind: what
+    layers that share trials have in common."""
 
     def __init__(
-        self, layer: LayerProfile, found: FeedForward, paths: dict[str, Path], rates: Rates, tokens: list[int]
+        self,
+        layer: LayerProfile,
+        found: FeedForward,
+        paths: dict[str, Path],
+        rates: Rates,
+        tokens: list[int],
+        drawn: bool,
     ) -> None:
         self.layer, self.found, self.paths, self.rates = layer, found, paths, rates
         self.reason = only_dense(found)
@@ -166,13 +274,24 @@ class _Weighed:
             self.reason = "no token reached it in the profile"
         elif isinstance(found.module, Expert):
             self.reason = "an expert: the model computes all of them together"
-        if not self.reason:
-            self.firing = Firing.of(layer)
-            self.hot = max(choice.hot for choice in by_choice(self.firing, rates, tokens[-1], paths))
-            self.predicted = {count: self.predict(count) for count in tokens}
+        elif found.cut is not None and drawn:
+            self.reason = "its inputs have thresholds, so it is timed on batches, and there are none"
+        if self.reason:
+            return
+        self.firing = Firing.of(layer)
+        self.hot = max(choice.hot for choice in by_choice(self.firing, rates, tokens[-1], paths))
+        self.predicted = {count: self.predict(count) for count in tokens}
+        weight, biases = found.up.weight, [projection.bias is None for projection in (found.up, found.down)]
+        acts = kernel_activation(found) or found.acts
+        own = found.name if any(path.patterned for path in paths.values()) else ""  # its zeros are its own
+        self.kind = (layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, *paths, weight.dtype)
+        self.kind += (weight.device, str(acts), found.cut is None, own, *biases)
 
     def predict(self, tokens: int) -> dict[Choice, float]:
         return by_choice(self.firing, self.rates, tokens, self.paths, self.hot)
+
+    def expected(self) -> float:
+        return sum(sum(took.values()) for took in self.predicted.values())
 
     def alike(self, other: _Weighed) -> bool:
         """Return whether the layers can share trials."""
@@ -181,15 +300,6 @@ class _Weighed:
             theirs = {choice.path: us for choice, us in other.predicted[count].items()}
             ratios += [us / theirs[choice.path] for choice, us in mine.items() if choice.path in theirs]
         return self.kind == other.kind and max(max(ratios), 1 / min(ratios)) <= ALIKE
-
-    @property
-    def kind(self) -> tuple:
-        layer, found = self.layer, self.found
-        acts = str(kernel_activation(found.acts or torch.relu, layer.gated, found.both, found.up.weight) or found.acts)
-        bias = [projection.bias is None for projection in (found.up, found.down)]
-        own = found.name if any(path.patterned for path in self.paths.values()) else ""  # its zeros are its own
-        form = layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, *self.paths
-        return (*form, found.up.weight.dtype, found.up.weight.device, acts, found.cut is None, own, *bias)
 
     def decide(self, trial: Trial | None) -> list[Candidate]:
         """Return the candidates of each class, from few tokens to many, one of each chosen."""
@@ -270,24 +380,6 @@ def _pays(times: dict[int, Times], best: dict[bool, dict[int, Choice]], margin: 
     return gains and not loses
 
 
-def _alike(rows: list[_Weighed]) -> list[list[_Weighed]]:
-    groups: dict[_Weighed, list[_Weighed]] = {}  # by the one that should take longest
-    for row in sorted(rows, key=lambda row: -sum(sum(took.values()) for took in row.predicted.values())):
-        groups.setdefault(next((first for first in groups if first.alike(row)), row), []).append(row)
-    return [*groups.values()]
-
-
-def _classes(tokens: Iterable[int]) -> list[int]:
-    classes = [tokens] if isinstance(tokens, int) else list(tokens)
-    whole = all(type(count) is int and 0 < count < WHOLE for count in classes)
-    if not classes or not whole or len({*classes}) < len(classes):
-        raise InputError(f"tokens is {classes!r:.200}; different whole numbers from 1 to 2**63 - 1 are accepted")
-    return sorted(classes)
-
-
-# ---- one layer, timed on paths, in turns, beside itself as torch computes it ----
-
-
 class Plain(nn.Module):
     """A feed-forward layer under usual names, computed as the model does, with its weights and none of its hooks."""
 
@@ -363,16 +455,15 @@ class Trial:
                     off = (way(inputs[0]).double() - exact).norm() / exact.norm().clamp(min=1e-30)
                     self.errors[option[0]] = off.item()
             calls = {option: lambda turn, way=way: way(inputs[turn % len(inputs)]) for option, way in ways.items()}
-            took = self._time(calls)
+            if self.calls == "captured":
+                with torch.cuda.device(self.device):
+                    took = clock.time_cuda({option: clock.graphed(call) for option, call in calls.items()}, 10)
+            else:
+                many = torch._dynamo.config.patch(recompile_limit=256) if self.calls == "compiled" else nullcontext()
+                with many:
+                    took = clock.time_calls(calls, self.device, beside=self.beside)
         us = {option: 1e3 * clock.quartiles(values)[0] * tokens / count for option, values in took.items()}
         return {(DENSE, False): us[None], **us}
-
-    def _time(self, calls: dict) -> dict:
-        if self.calls == "captured":
-            with torch.cuda.device(self.device):
-                return clock.time_cuda({option: clock.graphed(call) for option, call in calls.items()}, 10)
-        with torch._dynamo.config.patch(recompile_limit=256) if self.calls == "compiled" else nullcontext():
-            return clock.time_calls(calls, self.device, beside=self.beside)
 
     def _make(self, choice: Choice, ordered: bool) -> bool:
         """Have a copy of the layer at hand on this path; return whether it takes it."""

@@ -6,7 +6,7 @@ measured."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from statistics import median_low
 
@@ -19,21 +19,17 @@ from ..formats.twell import TILE, WORDS
 from ..layers.choice import DENSE, Choice
 from ..layers.paths import PATHS
 from ..ops import clock
-from ..ops.pack import PACK
 from ..simulator import H100
 from .costs import Firing, Rates, by_choice
-from .costs import predict as _parts
+from .costs import predict as parts_of
 from .profile import FiringProfile
 
 # What an H100 80GB HBM3 reaches: operations a second of torch's gate GEMM for 16,384 tokens ("part: gate GEMM" of the
 # record portable-20261121T143453Z), and about how many seconds one more launch takes (analysis.costs.measure_rates).
-# Its memory and its L2 are those of simulator.H100.
 _MATMUL, _LAUNCH = 7.65e14, 2.5e-6
 _REACHED = "H100 SXM"
-_HOPPER = (9, 0)  # whose compute capability has the instructions of the kernels that fuse
 _WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
 _WIDEST = 2**18  # d_ff
-_TOKENS = (1, 16, 256, 2048, 16384)
 _FORCED = re.compile(r"forced (\w+)(?: (\d+))?")  # in records, a path that all layers took
 
 
@@ -74,22 +70,16 @@ def datasheets() -> list[dict]:
 
 def rates_of(gpu: str) -> Rates:
     """Return the rates that a GPU should reach, by its name in data/gpus.json or its driver's name, or words of it that
-    no other one has. InputError for another name, and for a GPU that is too old for the kernels."""
+    no other one has. InputError for another name."""
     sheets, asked = datasheets(), str(gpu).lower()
     words = {*asked.split()}
     alike = [sheet for sheet in sheets if asked in map(str.lower, [sheet["name"], *sheet["driver_names"]])]
     alike = alike or [sheet for sheet in sheets if words and words <= {*sheet["name"].lower().split()}]
-    alike.sort(key=lambda sheet: len(sheet["name"].split()))  # "5070" is no "RTX 5070 Ti"
-    if not alike or len({len(sheet["name"].split()) for sheet in alike[:2]}) < len(alike[:2]):
+    shortest = min((len(sheet["name"].split()) for sheet in alike), default=0)  # "5070" is no "RTX 5070 Ti"
+    named = [sheet for sheet in alike if len(sheet["name"].split()) == shortest]
+    if len(named) != 1:
         raise InputError(f"gpu is {gpu!r:.80}; accepted: {', '.join(sheet['name'] for sheet in alike or sheets)}")
-    sheet = alike[0]
-    capability = tuple(map(int, sheet["capability"].split(".")))
-    if capability < PACK.oldest:
-        oldest = ".".join(map(str, PACK.oldest))
-        raise InputError(
-            f"{sheet['name']} has compute capability {sheet['capability']}; {oldest} and newer are accepted"
-        )
-    (reached,) = (sheet for sheet in sheets if sheet["name"] == _REACHED)
+    (sheet,), (reached,) = named, (sheet for sheet in sheets if sheet["name"] == _REACHED)
     bandwidth = sheet["bandwidth_gb_s"] * H100.memory_bytes_per_s / reached["bandwidth_gb_s"]
     return Rates(
         device=sheet["name"],
@@ -99,7 +89,7 @@ def rates_of(gpu: str) -> Rates:
         matmul=sheet["tensor_tflops"] * _MATMUL / reached["tensor_tflops"],
         launch=_LAUNCH,
         cache=(sheet["l2_mb"] or reached["l2_mb"]) * 2**20,
-        fuses=capability == _HOPPER,
+        fuses=sheet["capability"] == "9.0",  # Hopper, whose instructions the kernels that fuse need
     )
 
 
@@ -110,60 +100,55 @@ def predict(
     d_ff: int = 5632,
     *,
     gated: bool = True,
-    tokens: Iterable[int] = _TOKENS,
-    kind: str = "lognormal",
+    tokens: Iterable[int] = (1, 16, 256, 2048, 16384),
 ) -> list[dict]:
     """Return what one layer of these sizes should take on a GPU, by the GPU's own time: a row for each number of tokens
     at once and path, with the best hot size of hot/cold.
 
     gpu: a name in data/gpus.json ("RTX 4090"), or what its driver calls it. nnz: how many neurons fire for a token, on
-    average. kind: how often each neuron fires, as in ops.clock.firing_rates. InputError for what is not known, and for
-    sizes that no layer has.
+    average. InputError for what is not known, and for sizes that no layer has.
 
-    Rows: gpu, tokens, path, ms, x_dense, parts (milliseconds by what they go to: gemm, rows, memory, launches, lost),
-    weight_mb (all weights, in decimal megabytes) and read_mb (of these, what the call needs at least once)."""
-    if type(nnz) not in (int, float) or not isinstance(kind, str):
-        raise InputError(f"nnz is {nnz!r:.80} and the workload {kind!r:.80}; a number and a word are accepted")
-    rates, firing = rates_of(gpu), firing_of(nnz, d_model, d_ff, gated, kind)
-    itemsize, rows = getattr(torch, rates.dtype).itemsize, []
-    row_mb = d_model * itemsize / 1e6
+    Rows: gpu, tokens, path, ms, x_dense, and read_mb (the weights that the call needs at least once, in decimal
+    megabytes)."""
+    if type(nnz) not in (int, float):
+        raise InputError(f"nnz is {nnz!r:.80}; a number is accepted")
+    rates, firing, rows = rates_of(gpu), firing_of(nnz, d_model, d_ff, gated), []
+    row_mb = d_model * getattr(torch, rates.dtype).itemsize / 1e6
     for count in tokens:
         if type(count) is not int or not 0 < count < 2**31:
             raise InputError(f"tokens is {count!r:.80}; whole numbers from 1 up to 2**31 - 1 are accepted")
         took = by_choice(firing, rates, count)
         for choice, us in took.items():
-            parts = {name: part / 1e3 for name, part in _parts(choice, firing, rates, count, itemsize).items()}
             fired = (1 - (1 - firing.frequency[choice.hot :]) ** count).sum().item()  # neurons, by any of the tokens
             needed = choice.hot + fired if PATHS[choice.path].packs else d_ff  # rows of down, and of up behind a gate
-            row = {"gpu": rates.device, "tokens": count, "path": str(choice), "ms": parts.pop("total")}
-            row |= {"x_dense": took[DENSE] / us, "parts": parts, "weight_mb": (3 if gated else 2) * d_ff * row_mb}
-            rows.append({**row, "read_mb": (d_ff + (2 if gated else 1) * needed) * row_mb})
+            row = {"gpu": rates.device, "tokens": count, "path": str(choice), "ms": us / 1e3}
+            rows.append({**row, "x_dense": took[DENSE] / us, "read_mb": (d_ff + (2 if gated else 1) * needed) * row_mb})
     return rows
 
 
-def verdict(profile: FiringProfile, gpu: str = _REACHED, tokens: Sequence[int] = (1, 16384)) -> str:
-    """Say in two sentences what a profile counted, whether that is sparse enough for a GPU with the fewest and the most
-    `tokens`, and what to do. InputError as for `predict`."""
+def verdict(profile: FiringProfile) -> str:
+    """Say in two sentences what a profile counted, whether that is sparse enough for an H100 with one token at once and
+    with 16,384, and what to do."""
     layers = [layer for layer in profile.layers if layer.tokens]
     if not layers:
         return "No layer saw a token: there is nothing to say."
-    rates, shares = rates_of(gpu), []
-    for count in tokens:
-        took = [by_choice(Firing.of(layer), rates, count) for layer in layers]
+    shares = []
+    for count in (1, 16384):
+        took = [by_choice(Firing.of(layer), rates_of(_REACHED), count) for layer in layers]
         shares.append(sum(min(us.values()) for us in took) / sum(us[DENSE] for us in took))
     densities, neurons = [layer.density for layer in layers], sum(layer.d_ff for layer in layers)
     mean, dead = (sum(values) / neurons for values in zip(*((layer.mean_nnz, layer.dead) for layer in layers)))
     todo = "too dense at this width: train with an L1 penalty, and where the activation is no ReLU, tl.relufy first"
-    if shares[-1] <= _WORTH:
+    if shares[1] <= _WORTH:
         todo = "tl.plan chooses a path for each layer"
     elif shares[0] <= _WORTH:
         todo = "worth it for few tokens at once; for many, train with a larger L1 penalty"
     share = f"{min(densities):.2%} to {max(densities):.2%}" if layers[1:] else f"{mean:.2%}"
     middle = f", {mean:.2%} on average" if layers[1:] else ""
-    at = [f"{share:.2f} at {count:,} token{'s' * (count > 1)}" for share, count in zip(shares, tokens)]
     return (
-        f"{share} of the neurons fire for a token{middle}; {dead:.1%} never did. On a GPU such as {rates.device} the "
-        f"layers should take, of the dense layers' time, {' and '.join(at)}: {todo}."
+        f"{share} of the neurons fire for a token{middle}; {dead:.1%} never did. On a GPU such as {_REACHED} the "
+        f"layers should take, of the dense layers' time, {shares[0]:.2f} at 1 token and {shares[1]:.2f} at 16,384 "
+        f"tokens: {todo}."
     )
 
 
@@ -180,7 +165,7 @@ def errors(recorded: list[records.Record] | None = None) -> list[dict]:
                 continue
             firing = firing_of(row["nnz"], row["d_model"], row["d_ff"], row["gated"], kind)
             choice = Choice(path[1], int(path[2] or 0))
-            us = _parts(choice, firing, rates_of(row["device"]), row["tokens"], 2)["total"]
+            us = parts_of(choice, firing, rates_of(row["device"]), row["tokens"], 2)["total"]
             key = row["tokens"], row["d_model"], row["d_ff"], round(row["nnz"]), kind, row["gated"], choice
             ratios.setdefault(names[row["device"]], {})[key] = us / 1e3 / row["ms"]
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import mean
@@ -28,14 +28,9 @@ from .saved import Saved
 HOT = 0.05  # the share of a layer's neurons that are called its hottest
 ALIKE = 1.25  # up to this ratio two layers fire as many neurons, as far as a plan is concerned
 SERVES = 0.8  # from this share of the firing on, one profile's hottest neurons serve the other
-_EXPLAINED = (
-    "density: the share of the neurons that fire at a token, here and in the other profile; ratio: of the two",
-    f"hot kept: what the other's hottest {HOT:.0%} catch of the firing here, as a share of what the hottest here do",
-)
 # How many values are counted at once: a CPU keeps so many in its cache; a GPU wants more to do for each launch.
 _PIECE_CPU, _PIECE = 2**20, 2**26
 _TOKENS, _PLACES = ("token_counts", "token_nnz"), ("position_tokens", "position_nnz")
-_nowhere = partial(torch.zeros, len(POSITIONS), dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +56,8 @@ class LayerProfile:
     neuron_counts: Tensor
     tile_histogram: Tensor
     overflowing: int
-    position_tokens: Tensor = field(default_factory=_nowhere)
-    position_nnz: Tensor = field(default_factory=_nowhere)
+    position_tokens: Tensor
+    position_nnz: Tensor
 
     def __post_init__(self) -> None:
         check_geometry(self.tile, self.words)
@@ -83,10 +78,8 @@ class LayerProfile:
     dead = property(lambda self: (self.neuron_counts == 0).sum().item())
     always_on = property(lambda self: (self.neuron_counts == self.tokens).sum().item() if self.tokens else 0)
 
-    @property
-    def neuron_frequency(self) -> Tensor:
-        """The share of tokens at which each neuron fires: float32 [d_ff], NaN where there was no token."""
-        return (self.neuron_counts.double() / self.tokens).float()
+    # The share of tokens at which each neuron fires: float32 [d_ff], NaN where there was no token.
+    neuron_frequency = property(lambda self: (self.neuron_counts.double() / self.tokens).float())
 
     @property
     def first_to_later(self) -> float:
@@ -127,9 +120,7 @@ class FiringProfile(Saved):
     def table(self) -> list[dict]:
         """Return one row a layer, JSON-able; None stands for what is not known."""
         names = ("d_model", "d_ff", "gated", "tokens", "density", "mean_nnz", "dead", "always_on", "overflow_rows")
-        return [
-            {"layer": layer.name, **{name: _number(getattr(layer, name)) for name in names}} for layer in self.layers
-        ]
+        return [{"layer": one.name, **{name: _number(getattr(one, name)) for name in names}} for one in self.layers]
 
     def __str__(self) -> str:
         columns = {"layer": "layer", "d_ff": "d_ff", "mean_nnz": "mean nnz", "density": "density"}
@@ -149,22 +140,19 @@ class FiringProfile(Saved):
                 rows.append({**row, "density": share[group].item(), "layers": layers})
         return rows
 
-    def by_token(self, least: int = 1) -> list[dict]:
-        """Return a row for each token that was seen at least so often, those where most neurons fire first: token (its
-        number), count, nnz (the neurons that fire there on average, in all layers together) and x_mean (of what fires
-        at any token). Empty where the batches did not say which tokens they held. InputError for a `least` below 1."""
-        if type(least) is not int or least < 1:
-            raise InputError(f"least is {least!r:.80}; a whole number from 1 up is accepted")
+    def by_token(self) -> list[dict]:
+        """Return a row for each token that was seen, those where most neurons fire first: token (its number), count,
+        nnz (the neurons that fire there on average, in all layers together) and x_mean (of what fires at any token).
+        Empty where the batches did not say which tokens they held."""
         if self.token_counts is None:
             return []
         everywhere = self.token_nnz.sum().item() / max(1, self.token_counts.sum().item())
-        ids = (self.token_counts >= least).nonzero().flatten()
+        ids = self.token_counts.nonzero().flatten()
         nnz = self.token_nnz[ids] / self.token_counts[ids].double()
         order = nnz.argsort(descending=True, stable=True)
-        ids, nnz = ids[order], nnz[order].tolist()
         return [
             {"token": token, "count": count, "nnz": fired, "x_mean": fired / everywhere if everywhere else None}
-            for token, count, fired in zip(ids.tolist(), self.token_counts[ids].tolist(), nnz)
+            for token, count, fired in zip(*(values[order].tolist() for values in (ids, self.token_counts[ids], nnz)))
         ]
 
     def compare(self, other: FiringProfile) -> Comparison:
@@ -262,19 +250,17 @@ def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: in
     """Return what enters the feed-forward layers called so when `model` runs on the batches: for each name up to `rows`
     inputs, [rows, d_model], masked positions left out. Batches and errors are those of `profile`."""
     taken: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def lacking(name: str) -> int:
-        return rows - sum(map(len, taken[name]))
+    lacking = dict.fromkeys(taken, rows)
 
     def keep(name: str, x: Tensor, gate: Gate, known: Rows) -> None:
-        if lacking(name) > 0:
-            taken[name].append(known.kept(x)[: lacking(name)])
+        if lacking[name]:
+            taken[name].append(known.kept(x)[: lacking[name]])
+            lacking[name] -= len(taken[name][-1])
 
     watched = [(layer, partial(keep, layer.name)) for layer in feed_forwards(model) if layer.name in taken]
-    run(model, watched, batches, lambda *_: all(lacking(name) <= 0 for name in taken))
-    for name in taken:
-        if lacking(name) == rows:
-            raise InputError(f"no token reached {name!r} in the batches; accepted: at least one")
+    run(model, watched, batches, lambda *_: not any(lacking.values()))
+    if idle := [name for name, many in lacking.items() if many == rows]:
+        raise InputError(f"no token reached {idle[0]!r} in the batches; accepted: at least one")
     return {name: torch.cat(pieces) for name, pieces in taken.items()}
 
 
@@ -343,9 +329,6 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-# ---- two profiles beside each other ----
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Two profiles beside each other. rows: one a layer, JSON-able; None where a layer saw no token, or none fired."""
@@ -371,7 +354,12 @@ class Comparison:
     def __str__(self) -> str:
         columns = ("layer", "density", "other_density", "ratio", "hot_kept")
         table = records.table(self.rows, {name: name.replace("_", " ") for name in columns})
-        return "\n".join([table, *_EXPLAINED, self.verdict])
+        return (
+            f"{table}\n"
+            "density: the share of the neurons that fire at a token, here and in the other profile; ratio: of the two\n"
+            f"hot kept: what the other's hottest {HOT:.0%} catch of the firing here, of what the hottest here do\n"
+            f"{self.verdict}"
+        )
 
 
 def check_same(some: Mapping, others: Mapping, here: str, there: str) -> None:

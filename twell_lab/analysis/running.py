@@ -6,11 +6,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..core import WHOLE, InputError, TwellError
 from ..layers.find import FeedForward
@@ -47,19 +47,6 @@ def vocabulary_of(model: nn.Module) -> int:
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 
 
-def _hook(layer: FeedForward, see: Callable[[Tensor, Gate], object]) -> RemovableHandle:
-    """Have see(x, gate) called whenever the layer runs; with thresholds on inputs, gate gives the hidden values."""
-
-    def called(module: nn.Module, args: tuple, output: Tensor | None = None) -> None:
-        values = args[0] if output is None else output
-        rows = values.reshape(-1, values.shape[-1])
-        see(args[0], lambda of: hidden_of(layer, rows[of]) if output is None else rows[of])
-
-    if layer.cut is not None:
-        return layer.module.register_forward_pre_hook(called)
-    return layer.pattern.register_forward_hook(called)  # which a SparseFFN calls while there is a hook on it
-
-
 def run(
     model: nn.Module,
     watched: list[tuple[FeedForward, Callable[[Tensor, Gate, Rows], object]]],
@@ -69,10 +56,11 @@ def run(
     """Run the model over the batches, in evaluation mode, without gradients, and eagerly, since compiled code calls no
     hooks; and leave it as it was.
 
-    watched: layers, each with a function see(x, gate, rows) that is called whenever the layer runs. after: called after
-    each batch with the model's output and what is known of the tokens that layers saw, those of encoder and decoder
-    apart; the run ends where it returns what is true. InputError for weights on meta; for no batches; and for a batch
-    that the model does not take, with its number and the model's own error as the cause."""
+    watched: layers, each with a function see(x, gate, rows) that is called whenever the layer runs; with thresholds on
+    its inputs, gate gives the hidden values. after: called after each batch with the model's output and what is known
+    of the tokens that layers saw, those of encoder and decoder apart; the run ends where it returns what is true.
+    InputError for weights on meta; for no batches; and for a batch that the model does not take, with its number and
+    the model's own error as the cause."""
     if empty := next((name for name, t in model.named_parameters() if t.is_meta), None):
         raise InputError(f"{empty} is on meta, without values; accepted: a model that was loaded")
     if isinstance(batches, (Tensor, Mapping)):
@@ -80,13 +68,21 @@ def run(
     if not isinstance(batches, Iterable):
         raise InputError(f"batches is a {type(batches).__name__}; accepted: an iterable of inputs")
     batch: _Batch | None = None
+
+    def called(layer: FeedForward, see: Callable, module: nn.Module, args: tuple, output: Tensor | None = None) -> None:
+        values = args[0] if output is None else output
+        values = values.reshape(-1, values.shape[-1])
+        gate = lambda of: hidden_of(layer, values[of]) if output is None else values[of]
+        see(args[0], gate, batch.rows(layer, args[0]))
+
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), ExitStack() as undo:
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
         model.eval()
         for layer, see in watched:
-            hook = _hook(layer, lambda x, gate, see=see, layer=layer: see(x, gate, batch.rows(layer, x)))
-            undo.callback(hook.remove)
+            # A SparseFFN calls its pattern while there is a hook on it.
+            on = layer.pattern.register_forward_hook if layer.cut is None else layer.module.register_forward_pre_hook
+            undo.callback(on(partial(called, layer, see)).remove)
         for number, given in enumerate(batches):
             batch = _Batch(model, given)
             try:
@@ -108,23 +104,19 @@ class _Batch:
 
     def __init__(self, model: nn.Module, given) -> None:
         device = next(model.parameters()).device
-
-        def moved(values: Iterable) -> list:
-            return [value.to(device) if isinstance(value, Tensor) else value for value in values]
-
-        self.model, self.args, self.kwargs = model, [], {}
-        self.seen: dict[str, Rows] = {}  # what is known of the tokens that a layer saw: those of encoder and decoder
-        self._tokens: dict[str, tuple[torch.Size | None, Rows]] = {}
-        if isinstance(given, Mapping):
-            self.kwargs = dict(zip(given, moved(given.values())))
-        elif isinstance(given, (tuple, list, Tensor)):
-            self.args = moved([given] if isinstance(given, Tensor) else given)
-        else:
+        given = [given] if isinstance(given, Tensor) else given
+        if not isinstance(given, (Mapping, tuple, list)):
             raise InputError(f"a batch is a {type(given).__name__}; accepted: a tensor, mapping or tuple")
+        values = given.values() if isinstance(given, Mapping) else given
+        moved = [value.to(device) if isinstance(value, Tensor) else value for value in values]
+        self.args, self.kwargs = ([], dict(zip(given, moved))) if isinstance(given, Mapping) else (moved, {})
+        self.model = model
+        self.seen: dict[str, Rows] = {}  # what is known of the tokens that a layer saw: those of encoder and decoder
         # The first argument is taken for token ids, whatever its name.
         asked = inspect.signature(uncompiled(model).forward).parameters.values()
         names = ["input_ids", *[p.name for p in asked if p.kind is p.POSITIONAL_OR_KEYWORD][1:]]
         self.named = dict(zip(names, self.args)) | self.kwargs
+        self._tokens = {prefix: self._described(prefix) for prefix in ("", "decoder_")}
 
     def reason(self, error: Exception) -> str:
         tensors = {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
@@ -147,8 +139,6 @@ class _Batch:
         """Return what is known of the rows of x, the layer's input. InputError where a mask does not fit them."""
         decodes = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
         prefix = "decoder_" if decodes and "decoder" in layer.name.split(".") else ""
-        if prefix not in self._tokens:
-            self._tokens[prefix] = self._described(prefix)
         shape, known = self._tokens[prefix]
         lead = x.shape[:-1]
         chosen, many = getattr(layer.pattern, "given", None) or (None, lead.numel())  # given: to a routed expert
@@ -176,9 +166,7 @@ class _Batch:
             return None, Rows(counted)
         if said is not None and said.shape in (tokens.shape, (1, tokens.shape[1])):
             position = said.expand(tokens.shape).long()
-        elif not any(
-            self.named.get(name) is not None for name in (f"{prefix}position_ids", "past_key_values", "cache")
-        ):
+        elif all(self.named.get(name) is None for name in (f"{prefix}position_ids", "past_key_values", "cache")):
             everyone = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
             position = (everyone.cumsum(-1) - 1).clamp(min=0)
         size = vocabulary_of(self.model)

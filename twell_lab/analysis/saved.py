@@ -1,5 +1,5 @@
 """Write and read profiles, plans and thresholds: as JSON with a format and a version, field by field. Their classes say
-what they hold: FiringProfile (profile.py), Plan (plan.py), Thresholds (models/thresholds.py)."""
+what they hold: FiringProfile (profile.py), Plan (planner.py), Thresholds (models/thresholds.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Saved:
         """Write it as JSON, the file whole or not at all. RecordError where it cannot be written, and for NaN."""
         content = {"format": self.FORMAT, "version": self.VERSION, **vars(self)}
         try:
-            text = json.dumps(content, default=_plain, allow_nan=False)
+            plain = lambda value: value.tolist() if isinstance(value, Tensor) else vars(value)
+            text = json.dumps(content, default=plain, allow_nan=False)
         except ValueError as error:
             raise RecordError(f"{os.fspath(path)!r} cannot be written: {error}; finite numbers are accepted") from None
         write_atomically(path, text + "\n")
@@ -45,10 +46,6 @@ class Saved:
         if (written := content.pop("version", None)) != cls.VERSION:
             raise RecordError(f"{where} has version {written!r:.80}; this release reads {cls.VERSION}")
         return read(cls, content, where)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else vars(value)
 
 
 def read(kind: Any, value: Any, where: str) -> Any:

@@ -6,9 +6,9 @@ What each path costs at a token, with weights of d_model x d_ff and n neurons fi
   sparse  one GEMM, and for each of the n entries 7 rows (plain: 5) of d_model values through the cache: up and down
           forwards; down, gate and up backwards; x and dy for the weights' gradients (plain: all but up forwards, and
           gate)
-So there is a break-even: a number of firing neurons, whatever the number of tokens, below which the sparse path is
-faster. A "lost" row, a token that the sparse path finishes from the dense weights, costs as much as if a share of the
-layer's neurons fired: LOST_TO_TENSOR_CORES of them for as many tokens as these take, LOST for the others.
+So there is a break-even, whatever the number of tokens. A "lost" row, a token that the sparse path finishes from the
+dense weights, costs as much as if a share of the layer's neurons fired: LOST_TO_TENSOR_CORES of them for as many tokens
+as these take, LOST for the others.
 
 Under torch.compile a changed path is another graph: compile a model's layers one by one, so that two graphs serve all
 of them."""
@@ -82,18 +82,17 @@ class Switch:
     token seemed to cost without them as its new break-even."""
 
     def __init__(self, model: nn.Module, below: dict[str, float] | None = None) -> None:
-        self.model, self.below = model, below
+        self.model, self.below = model, below and {**below}
 
     def see(self, terms: Iterable[LayerTerm]) -> dict[str, str]:
         """Set the layers' paths by the terms of one forward pass; returns the changes, as `switch` does."""
+        self.below, terms = self.below or self.measure(), list(terms)
+        changes = switch(self.model, terms, below=self.below)
         weights = {layer.name: layer.up.weight for layer in feed_forwards(self.model)}
-        below = self.measure() if self.below is None else self.below
-        self.below, terms = {**below}, list(terms)
-        changes = switch(self.model, terms, below=below)
         for term in terms:
             if changes.get(term.name) == DENSE and term.lost is not None and term.lost > 0:
                 unseen = cost(term._replace(lost=None), weights[term.name])
-                self.below[term.name] = min(below[term.name], unseen)
+                self.below[term.name] = min(self.below[term.name], unseen)
         return changes
 
     def measure(self, tokens: int = 4096) -> dict[str, float]:

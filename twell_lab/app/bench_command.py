@@ -9,27 +9,28 @@ from pathlib import Path
 from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated
 
+import twell_lab as tl
+
 from .. import records
 from ..core import InputError, check_folder
-from .model_commands import model_and_windows, placed
-from .options import PATHS, Device, Model, OwnDtype, Text
-from .terminal import Answer, Ratio, verdict
+from .model_commands import PATHS, Device, Model, OwnDtype, Text, model_and_windows, placed
+from .terminal import Answer, verdict
 
 if TYPE_CHECKING:
     from ..records import Record
 
 TURNS = 5  # of both models, before one is called faster: three quarters of fewer are too often on one side by chance
-# What rows of a model may say, dense and sparse, by the heading of the table; its key, and the unit of the table.
-_ALSO = {"peak MiB": ("peak_bytes", 2**20), "mJ/token": ("mj_per_token", 1), "error": ("error", 1), "loss": ("loss", 1)}
-_COLUMNS = {"what": "what", "head": "LM head", "how": "run", "unit": "in", "dense": "dense", "sparse": "sparse"}
-_COLUMNS |= {"times": "x dense", "half": "middle half", **{key: key for key in _ALSO}}
-_COLUMNS |= {"layer_error": "a layer's error", "layers": "sparse model's layers"}
+# What a table may say of dense and sparse beside their times: the heading, the key of a row, the table's unit, digits.
+_ALSO = {"peak MiB": ("peak_bytes", 2**20, ",.0f"), "mJ/token": ("mj_per_token", 1, ",.4g")}
+_ALSO |= {"error": ("error", 1, ".2g"), "loss": ("loss", 1, ".4f")}
+_COLUMNS = {"what": "what", "dense": "dense ms", "sparse": "sparse ms", "times": "x dense", "half": "middle half"}
+_COLUMNS |= {key: key for key in _ALSO} | {"layers": "layers"}
 _EXPLAINED = (
-    "bench: rates are of plain calls, one after another, or of replays of graphs, in the middle of all turns; x dense: "
-    "the sparse rate by the dense one; middle half: what it was from turn to turn, both taking turns, the quarters "
-    "above and below left out; peak: beyond what was there before the call; mJ: of the whole GPU; both dense to sparse"
+    "bench: ms: of plain calls, one after another, or of replays of graphs, in the middle of all turns; x dense: how "
+    "many times as fast; middle half: what that was from turn to turn, both taking turns, the quarters above and below "
+    "left out; peak: beyond what was there before the call; mJ: of the whole GPU; error: of the results against a "
+    "float32 run, by its norm; loss: in nats a token; the last four dense to sparse"
 )
-_LOSSY = "error: of the results against a float32 run, by its norm; loss: in nats a token"
 
 
 def bench(
@@ -55,7 +56,7 @@ def bench(
         check_folder(out)
     how: dict = {"dtype": getattr(torch, dtype) if dtype else None, "device": device, "compiled": compiled}
     timed = [forward.ffn(count, d_model, d_ff, nnz, **how, seconds=seconds) for count in tokens]
-    saved = [f"bench: saved {record.save(out)}" for record in timed] if out is not None else []
+    saved = [f"bench: saved {record.save(out)}" for record in timed if out is not None]
     rows = records.flat_rows(timed)
     return Answer(rows, "\n".join([records.table(rows, records.COLUMNS), *saved]))
 
@@ -78,7 +79,6 @@ def bench_model(
     """Check and time a whole model, dense beside sparse."""
     import torch
 
-    from .. import bench
     from ..bench.drawn import NAMES
 
     if out is not None:
@@ -88,78 +88,64 @@ def bench_model(
     how |= {"graphs": graphs, "training": training, "seconds": seconds}
     if model in NAMES and not os.path.isdir(model):
         if text is not None:
-            raise InputError(
-                f"--text is {text!r:.200}, and {model} has no tokenizer; accepted: --text with a saved model"
-            )
-        how |= {"device": device, "dtype": getattr(torch, dtype) if dtype else None}
-        record, read = bench.model(model, **how), "random tokens"
+            raise InputError(f"--text is {text!r:.200}, and {model} has no tokenizer; accepted: a saved model with it")
+        read = "random tokens"
+        record = tl.bench.model(model, **how, device=device, dtype=getattr(torch, dtype) if dtype else None)
     else:
         longest = max([*(tokens or []), 2048, *(512 * batch for batch in batches)])
         loaded, part, windows = model_and_windows(model, text, tokens=max(4 * 2048, 2 * longest))
-        record = bench.model(loaded.to(*placed(device, dtype)), **how, text=windows.flatten())
+        record = tl.bench.model(loaded.to(*placed(device, dtype)), **how, text=windows.flatten())
         read = f"{windows.numel():,} tokens of {part.name}"
     saved = [f"bench: saved {record.save(out)}"] if out is not None else []
     return Answer(record.to_json(), "\n".join([told(record, read), *saved]))
 
 
 def told(record: Record, read: str) -> str:
-    """Return a record of `twell_lab.bench.model` as text: what was measured, a table, what is missing and why, and what
-    it comes to. read: where the tokens came from."""
-    compared, notes, first = pairs(record.rows), record.notes, record.rows[:1]
-    missing = [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]
-    if not compared:
-        return "\n".join([*missing, "bench: nothing could be compared"])
-    about, share = first[0]["workload"].partition(",")[0], first[0]["nnz"] / first[0]["d_ff"]
-    drawn = ", random weights" * about.startswith("drawn")
-    sizes = "{parameters:,} parameters, {layers} feed-forward layers of {d_model} x {d_ff}, {dtype}, on {device}"
-    lossy = any("lossy" in (pair["layers"] or "") for pair in compared)
-    shown = {key: head for key, head in _COLUMNS.items() if lossy or key not in ("error", "layer_error", "loss")}
-    lines = [
-        f"{about}{drawn}: {sizes.format(**first[0])}; {read}",
-        f"{first[0]['nnz']:.3g} of {first[0]['d_ff']:,} neurons fire for a token, {share:.2%}; between layers "
-        f"{min(first[0]['nnz_layers']):g} to {max(first[0]['nnz_layers']):g}",
-        f"\n{records.table(compared, shown)}\n",
-        f"{_EXPLAINED}; {_LOSSY}" if lossy else _EXPLAINED,
-        *missing,
-        *([f"bench: no energy: {notes['energy']}"] if "energy" in notes else []),
-        f"bench: {conclusion(compared)}",
-    ]
-    return "\n".join(lines)
+    """Return a record of `twell_lab.bench.model` as text. read: where the tokens came from."""
+    compared, notes, lines = pairs(record.rows), record.notes, []
+    if compared:
+        row = record.rows[0]
+        about, share = row["workload"].partition(",")[0], row["nnz"] / row["d_ff"]
+        about += ", random weights" * about.startswith("drawn")
+        sizes = "{parameters:,} parameters, {layers} feed-forward layers of {d_model} x {d_ff}, {dtype}, on {device}"
+        nnz = f"{min(row['nnz_layers']):g} to {max(row['nnz_layers']):g}"
+        lines.append(f"{about}: {sizes.format(**row)}; {read}")
+        lines.append(f"{row['nnz']:.3g} of {row['d_ff']:,} neurons fire for a token, {share:.2%}; between layers {nnz}")
+        lines += [f"\n{records.table(compared, _COLUMNS)}\n", _EXPLAINED]
+    lines += [f"bench: left out: {what}: {why}" for what, why in notes.get("left_out", {}).items()]
+    lines += [f"bench: no energy: {notes['energy']}"] if "energy" in notes else []
+    return "\n".join([*lines, f"bench: {conclusion(compared)}"])
 
 
-def pairs(rows: list[dict]) -> list[dict]:
+def pairs(rows: Sequence[dict]) -> list[dict]:
     """Return for each row of a sparse model what the table shows of it and of the dense model that was run in the same
-    way. The model that is planned for graphs is compared as a graph alone."""
+    way. The model that is planned for graphs is not compared in plain calls."""
     at = {(row["workload"], row["head"], row["path"]): row for row in rows}
     compared = []
     for (workload, head, path), row in at.items():
         compiled, graph, own = (word in path for word in (" compiled", " (graph)", "for graphs"))
-        base = f"dense {'compiled' if compiled else 'eager'}{' (graph)' * graph}"
-        dense = at.get((workload, head, base))
-        if path.startswith("dense") or (own and not graph) or dense is None:
+        dense = at.get((workload, head, f"dense {'compiled' if compiled else 'eager'}{' (graph)' * graph}"))
+        if path.startswith("dense") or (own and not graph and not compiled) or dense is None:
             continue
         # Dense and sparse took turns: what disturbed one of a turn disturbed the other, too.
         turns = [a / b for a, b in zip(dense["wall_samples"], row["wall_samples"], strict=True)]
         low, _, high = quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else turns * 3
-        rate, what = "tokens_per_s" if "tokens_per_s" in row else "tokens_per_ms", workload.partition(", ")[2]
-        ways = ["compiled"] * compiled + ["CUDA graph"] * graph + ["planned for it"] * own
+        what = "forward, " * (row["kind"] == "model_forward") + workload.partition(", ")[2]
+        what += " without the LM head" * (not head) + ", compiled" * compiled
         pair = {
-            "what": f"forward, {what}" if row["kind"] == "model_forward" else what,
-            "head": "with" if head else "without",
-            "how": ", ".join(ways) or "eager",
-            "unit": rate.replace("_per_", "/"),
-            "dense": dense[rate],
-            "sparse": row[rate],
-            "times": dense["wall_ms"] / row["wall_ms"],  # as the rates are
+            "what": what + ", CUDA graph" * graph + ", planned for graphs" * own,
+            "dense": dense["wall_ms"],
+            "sparse": row["wall_ms"],
+            "times": dense["wall_ms"] / row["wall_ms"],
             "turns": len(turns),
             "low": low,
             "high": high,
             "half": f"{low:.2f} to {high:.2f}",
-            "layer_error": row.get("layer_error"),
             "layers": row.get("choice"),
         }
-        both = {column: (key, unit) for column, (key, unit) in _ALSO.items() if key in dense and key in row}
-        pair |= {name: f"{dense[key] / unit:.4g} to {row[key] / unit:.4g}" for name, (key, unit) in both.items()}
+        for name, (key, unit, digits) in _ALSO.items():
+            if key in dense and key in row:
+                pair[name] = f"{dense[key] / unit:{digits}} to {row[key] / unit:{digits}}"
         compared.append(pair)
     return compared
 
@@ -167,12 +153,9 @@ def pairs(rows: list[dict]) -> list[dict]:
 def conclusion(compared: list[dict]) -> str:
     """Return in one sentence what these pairs show. A difference counts where the rates and three quarters of the turns
     show it, and there were as many as TURNS."""
-    ratios = [
-        Ratio(pair["times"], pair["low"], pair["high"], f"{pair['what']}{' without the LM head' * bare}, {pair['how']}")
-        for pair in compared
-        for bare in [pair["head"] == "without"]
-        if pair["turns"] >= TURNS
-    ]
+    if not compared:
+        return "nothing could be compared"
+    ratios = [(pair["times"], pair["low"], pair["high"], pair["what"]) for pair in compared if pair["turns"] >= TURNS]
     parts = [verdict(ratios)] if ratios else []
     if few := len(compared) - len(ratios):
         parts.append(f"not told apart in {few}, which took fewer than {TURNS} turns: give it more --seconds")

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
+import twell_lab as tl
+
 from .. import core, records
 from ..core import InputError, RecordError, StackError, check_folder
 from .terminal import Answer
@@ -37,7 +39,9 @@ def train(
     *,
     out: Annotated[Path | None, "a new folder, for metrics, checkpoints for --resume, and the trained model"] = None,
     resume: Annotated[Path | None, "go on with the run there; --steps, where and how it computes may change"] = None,
-    config: Annotated[str | None, "what to start from: 1M to 2B, 'list' shows them; or a file of YAML or JSON"] = None,
+    config: Annotated[
+        str | None, "what to start from: 1M 5M 20M 60M 150M 0.5B 1B 1.5B 2B, or a YAML or JSON file"
+    ] = None,
     **fields: Any,
 ) -> Answer | None:
     """Train a small ReLU language model, with an L1 penalty if asked for.
@@ -52,28 +56,22 @@ def train(
     Ctrl-C, SIGTERM and every five minutes save the run; about a tenth of the text
     is held out for validation; metrics.jsonl in --out has a line for every
     --log-every steps. On a GPU, --dtype bfloat16 --compile is several times faster."""
-    from ..training import checkpoint, loop, presets
-    from ..training.config import TrainConfig
+    from ..training import checkpoint
+    from ..training.config import of
 
-    if config == "list":
-        return Answer(presets.rows(), presets.table())
-    asked = {**(presets.of(config) if config is not None else {}), **fields}
+    asked = {**(of(config) if config is not None else {}), **fields}
     if asked.get("activation") == "relu2" and resume is None and "from_" not in asked:
         asked.setdefault("gated", False)  # sparse layers compute the square in plain layers alone
-    where = out or resume
-    if asked.get("checkpoint_every") and not where:
-        every = asked["checkpoint_every"]
-        raise InputError(f"--checkpoint-every is {every} without --out; accepted: with --out, for the checkpoints")
-    told = checkpoint.config_of(resume, **asked) if resume else TrainConfig(**asked)
-    result = loop.train(told, out=out, resume=resume)
+    told = checkpoint.config_of(resume, **asked) if resume else tl.TrainConfig(**asked)
+    result = tl.train(told, out=out, resume=resume)
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
         return None
     layers = enumerate(zip(result.density, result.dead, strict=True))
     rows = [{"layer": number, "density": share, "dead neurons": dead} for number, (share, dead) in layers]
-    nnz = f"mean nnz {result.mean_nnz:.1f} of {result.config.d_ff}, {result.seconds:.0f} s"
-    said = f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out text, {nnz}"
-    said += f"; the model is in {where}" if where else ""
-    return Answer(result.summary(), f"{records.table(rows, {key: key for key in rows[0]})}\n{said}")
+    said = f"train: {result.validation_bits_per_byte:.3f} bits per byte on held-out text, "
+    said += f"mean nnz {result.mean_nnz:.1f} of {result.config.d_ff}, {result.seconds:.0f} s"
+    said += f"; the model is in {out or resume}" if out or resume else ""
+    return Answer(result.summary(), f"{records.table(rows)}\n{said}")
 
 
 def prepare(
@@ -83,17 +81,14 @@ def prepare(
     tokenizer: Annotated[str | None, "bytes, bpe:4096 (a BPE of that size, trained here), or a file [bytes]"] = None,
 ) -> Answer:
     """Read a text of any length once, encode it, and keep its tokens for training."""
-    from tqdm import tqdm
+    from ..training.text import source
 
-    from ..training.text.source import prepare as prepare_text
-
-    with tqdm(unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        read = prepare_text(text, out, tokenizer=tokenizer, on_bytes=lambda size: bar.update(size - bar.n))
+    read = source.prepare(text, out, tokenizer=tokenizer)
     training, validation = (len(part.tokens) for part in read.split())
     said = (
         f"prepare: {read.size:,} bytes of {read.name} as {len(read.tokens):,} {read.tokenizer.unit}, {validation:,} of "
+        f"them held out; twell-lab train --text {shlex.quote(str(out))} reads them"
     )
-    said += f"them held out; twell-lab train --text {shlex.quote(str(out))} reads them"
     return Answer({**read.describe(), "training_tokens": training, "validation_tokens": validation}, said)
 
 
@@ -158,17 +153,17 @@ def submit(
     out: Annotated[Path, "save the record here [this folder]"] = Path(),
 ) -> Answer:
     """Judge a kernel of the capstone, which runs here as any program does, and write a record of its medal."""
-    from ..course import capstone
+    from ..course.capstone import data as capstone
 
     check_folder(out)
-    judged = capstone.submit(file)
-    lines = [f"submit: {line}" for line in (judged.said, judged.on_gpu) if line]
-    if judged.record is None:
-        return Answer({"medal": None, "said": judged.judged.said}, "\n".join(lines), status=1)
-    saved = judged.record.save(out)
+    judged, on_gpu, made = capstone.submit(file)
+    lines = [f"submit: {line}" for line in (judged, on_gpu) if line]
+    if made is None:
+        return Answer({"medal": None, "said": judged}, "\n".join(lines), status=1)
+    saved = made.save(out)
     columns = {key: key for key in ("path", "ms", "spread", "device", "tokens")}
-    lines += [records.table(judged.rows, columns)] if judged.rows else []
-    return Answer(judged.record.to_json(), "\n".join([*lines, f"submit: saved {saved}"]))
+    lines += [records.table(made.rows[1:], columns)] if made.rows[1:] else []
+    return Answer(made.to_json(), "\n".join([*lines, f"submit: saved {saved}"]))
 
 
 def grade(folders: Annotated[Sequence[Path], "in which a reader worked on the notebooks, who has its name"]) -> Answer:
@@ -176,35 +171,28 @@ def grade(folders: Annotated[Sequence[Path], "in which a reader worked on the no
     from ..course import progress
 
     rows = progress.grades(folders)
-    return Answer(rows, records.table(rows, {key: key for key in rows[0]}))
+    return Answer(rows, records.table(rows))
 
 
 def record(
     name: Annotated[str | None, "without a name, the names are listed"] = None,
     *,
     out: Annotated[Path | None, "where the record goes [data/records of a checkout, else the working folder]"] = None,
-    seed: Annotated[int | None, "for attack only: draw other cases"] = None,
-    seconds: Annotated[float | None, "for attack, and recordings of large tables: how long at most"] = None,
     rivals: Annotated[Path | None, "for arena only: files NAME.py with what is timed beside; these are run"] = None,
 ) -> Answer:
     """Make one of the recordings that the course's figures come from."""
-    from .recordings import RECORDINGS, make, options_of
+    from .recordings import RECORDINGS, make
 
     names = sorted(RECORDINGS)
     if name is None:
         return Answer(names, "\n".join(names))
     if name not in names:
         raise InputError(f"there is no recording {name!r:.200}; accepted: {', '.join(names)}")
-    if (seed or 0) < 0 or seconds is not None and not 0 < seconds < float("inf"):
-        raise InputError(f"--seed is {seed} and --seconds {seconds}; accepted: 0 or more, and more than 0")
-    given = {"seed": seed, "seconds": seconds, "rivals": rivals}
-    asked = {key: value for key, value in given.items() if value is not None}
-    for key in asked.keys() - options_of(name):
-        takers = ", ".join(name for name in names if key in options_of(name))
-        raise InputError(f"{name} takes no --{key}; accepted: with {takers}")
+    if rivals is not None and name != "arena":
+        raise InputError(f"{name} takes no --rivals; accepted: with arena")
     folder = out or core.new_records_dir()
     check_folder(folder)
-    made, path = make(name, folder, **asked)
+    made, path = make(name, folder, *([rivals] if rivals else []))
     return Answer(made.to_json(), f"{made}\nrecord: saved {path}")
 
 
@@ -227,21 +215,20 @@ def list_records(
     recorded = sorted(records.load_all(folder), key=lambda record: record.name)
     if kind is None:
         rows = [_summary(record) for record in recorded]
-        columns = {key: key for key in ("kind", "device", "date", "rows", "state")}
-        said = f"{records.table(rows, columns)}\ntwell-lab records KIND lists the rows of one"
-        return Answer(rows, said if rows else "records: none in this folder yet; on a GPU, twell-lab record makes them")
+        said = "records: none in this folder yet; on a GPU, twell-lab record makes them"
+        return Answer(rows, f"{records.table(rows)}\ntwell-lab records KIND lists the rows of one" if rows else said)
     chosen = [record for record in recorded if record.name == kind]
     if not chosen:
         kinds = ", ".join(dict.fromkeys(record.name for record in recorded))
         raise InputError(f"there is no record {kind!r:.200}; accepted: {kinds}")
     rows = records.flat_rows(chosen) or [{"record": record.name, **row} for record in chosen for row in record.rows]
-    return Answer(rows, "", quoted="\n\n".join(map(str, chosen)))
+    return Answer(rows, "\n\n".join(map(str, chosen)))
 
 
 def _summary(record: records.Record) -> dict:
     devices = {row["device"] for row in record.rows if isinstance(row.get("device"), str)}
     devices = devices or {gpu["name"] for gpu in record.machine.get("gpus") or ()} or {"CPU"}
-    part = ", cut off" if "unfinished" in record.notes else ", in part" if "left_out" in record.notes else ""
-    state = ("stale" if records.stale(record) else "current") + part
+    state = "stale" if records.stale(record) else "current"
+    state += ", cut off" if "unfinished" in record.notes else ", in part" if "left_out" in record.notes else ""
     said = {"kind": record.name, "device": ", ".join(sorted(devices)), "date": record.date[:10]}
     return said | {"rows": len(record.rows), "state": state}

@@ -34,13 +34,13 @@ def doctor() -> Answer:
     """Say what this machine has, what will run where, and what is missing."""
     findings, lines = examine(), []
     for topic, finding in findings.items():
-        lines.append(folded(f"{finding.state:<8} {topic:<19} {finding.text}", " " * 29))
-        lines += [f"{'':<26} -> {finding.command}"] if finding.command else []
+        lines.append(folded(f"{finding.state:<8} {topic:<10} {finding.text}", " " * 20))
+        lines += [f"{'':<17} -> {finding.command}"] if finding.command else []
     return Answer([{"topic": topic, **finding._asdict()} for topic, finding in findings.items()], "\n".join(lines))
 
 
 def examine() -> dict[str, Finding]:
-    """Return findings on what this machine has, then on what will run on it, by topic. Never raises."""
+    """Return findings on what this machine has and will run, by topic. Never raises."""
     facts: dict = {}
     findings = {}
     for topic, probe in _PROBES.items():
@@ -66,16 +66,6 @@ def install_command(extra: str) -> str:
     return f"pip install -e '.[{extra}]'"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-# ---- what the machine has ----
-
-
 def _torch(facts: dict) -> tuple:
     if facts["torch"] is None:
         return "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
@@ -90,22 +80,21 @@ def _torch(facts: dict) -> tuple:
 def _gpu(facts: dict) -> tuple:
     """Name the GPUs that the driver lists, and say why torch or the kernels cannot use them."""
     if not facts["gpus"]:
-        return "limited", "no NVIDIA GPU found; all but running the CUDA kernels works without one"
+        return "limited", "no NVIDIA GPU found; all but running the CUDA kernels works, and plots show recorded runs"
     shown = "{name}, sm_{sm}, {memory_gib} GiB, driver {driver}"
     named = "; ".join(shown.format(**gpu, sm=gpu["capability"].replace(".", "")) for gpu in facts["gpus"])
     if old := [gpu for gpu in facts["gpus"] if tuple(map(int, gpu["capability"].split("."))) < compiler.OLDEST]:
         oldest = "{}{}".format(*compiler.OLDEST)
         return "limited", f"{named}; the kernels need sm_{oldest} or newer, which {old[0]['name']} is not"
     if facts["usable"]:
-        return "ok", named
+        return "ok", f"{named}; with CuPy the kernels run on CUDA tensors, compiled on first use"
     driver, build = core.major(facts["cuda_driver"]), core.major(facts["torch_cuda"])
-    if build is None:
-        return "limited", f"{named}; torch is not installed, or is a build without CUDA", install_command("cu12")
-    torch = f"{named}; torch {facts['torch']}, built for CUDA {facts['torch_cuda']},"
-    if driver is None or driver >= build:  # another stack would not help
-        return "limited", f"{torch} cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
-    why = f"needs a newer driver than this one, which runs CUDA up to {facts['cuda_driver']}"
-    return "limited", f"{torch} {why}", install_command("cu12")
+    torch = f"torch {facts['torch']}, built for CUDA {facts['torch_cuda']},"
+    if build is not None and (driver is None or driver >= build):  # another stack would not help
+        return "limited", f"{named}; {torch} cannot use it (is it hidden by CUDA_VISIBLE_DEVICES?)"
+    needs = f"{torch} needs a newer driver than this one, which runs CUDA up to {facts['cuda_driver']}"
+    why = "torch is not installed, or is a build without CUDA" if build is None else needs
+    return "limited", f"{named}; {why}", install_command("cu12")
 
 
 def _cupy(facts: dict) -> tuple:
@@ -122,18 +111,6 @@ def _cupy(facts: dict) -> tuple:
     return "ok", f"{facts['cupy']} ({facts['cupy_package']}); compiles for {archs}, with or without a GPU"
 
 
-# ---- what will run ----
-
-
-def _gpu_kernels(facts: dict) -> tuple:
-    if not facts["gpus"]:
-        return "limited", "no GPU to run them; plots show recorded runs instead"
-    needs = {"GPU": _gpu(facts), "CuPy": _cupy(facts)}
-    if reasons := [f"{topic}: {text}" for topic, (state, text, *_) in needs.items() if state != "ok"]:
-        return "limited", f"will not run yet ({'; '.join(reasons)})"
-    return "ok", "run on CUDA tensors, compiled on first use"
-
-
 def _simulator(facts: dict) -> tuple:
     from ..simulator import toolchain
 
@@ -142,7 +119,7 @@ def _simulator(facts: dict) -> tuple:
 
 
 def _packages(facts: dict) -> tuple:
-    versions = {name: _version(name) for name in USES}
+    versions = {name: core.version(name) for name in USES}
     said = ", ".join(f"{name} {version or f'is not installed ({USES[name]})'}" for name, version in versions.items())
     absent = [name for name in versions if not versions[name] and (facts["gpus"] or name != "nvidia-ml-py")]
     return ("missing", said, f"pip install {shlex.join(absent)}") if absent else ("ok", said)
@@ -153,7 +130,6 @@ _PROBES: dict[str, Callable[[dict], tuple]] = {
     "PyTorch": _torch,
     "GPU": _gpu,
     "CuPy": _cupy,
-    "GPU kernels": _gpu_kernels,
     "simulator": _simulator,
     "packages": _packages,
 }

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import copy
 import shutil
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import twell_lab as tl
+
 from ..core import InputError, StackError, check_folder, check_target, optional, write_atomically
-from .options import PATHS, Device, Model, OwnDtype, Text
 from .terminal import Answer, said_fast
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..analysis.profile import FiringProfile
-
+Dtype = Literal["bfloat16", "float16", "float32"]
+PATHS = "twell, hot_cold, two_four, blocks, or lossy: int8, fp8, twell_int8"
+Model = Annotated[str, "a folder of twell-lab train's or of transformers', or a name on the Hub"]
+Text = Annotated[str | None, "read whole, or what training held out of it [as much of Python's standard library]"]
+Device = Annotated[str | None, "cpu, cuda, cuda:1 [a GPU where there is one]"]
+OwnDtype = Annotated[Dtype | None, "[bfloat16 on a GPU, float16 on one older than sm_80, else float32]"]
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -31,7 +37,7 @@ def opened(name: str) -> tuple[Any, Any, bool]:
     from ..models.tiny import LanguageModel
     from ..training.text.tokenizer import tokenizer_of
 
-    model = published.load(folder := published.folder_of(name))
+    model = tl.load(folder := published.folder_of(name))
     if isinstance(model, LanguageModel):
         return model, tokenizer_of(folder, model.config.vocabulary), True
     return model, published.tokenizer_of(folder), False
@@ -45,13 +51,14 @@ def model_and_windows(name: str, text: str | None, count: int = 1, *, tokens: in
     text. A model of transformers reads the text with its own tokenizer, in windows of 512 tokens at most; ours with the
     one that training saved in its folder, or as bytes."""
     from ..training import checkpoint
-    from ..training.text.source import is_prepared, load_any, spread_windows
+    from ..training.text.source import is_prepared, load, spread_windows
 
     if count < 1:
         raise InputError(f"--windows is {count}; accepted: 1 or more")
     model, tokenizer, own = opened(name)
-    whole = load_any(text, tokenizer=tokenizer if own else None)
-    trained_on = checkpoint.load(name)["text"].get("sha256") if own and checkpoint.exists(name) else None
+    whole = load(text, tokenizer=tokenizer if own else None)
+    trained = own and Path(name, checkpoint.STATE).is_file()
+    trained_on = checkpoint.load(name)["text"].get("sha256") if trained else None
     seen = text is None or is_prepared(text) or whole.sha256 == trained_on
     part = whole.split()[1] if seen else whole
     context = model.config.context if own else min(512, getattr(model.config, "max_position_embeddings", None) or 512)
@@ -99,49 +106,44 @@ def sample(
     place = present_device(device)
     dense, tokenizer, own = opened(model)
     dense = dense.to(place).eval().requires_grad_(False)
-    if not prompt:
-        raise InputError("--prompt is empty; accepted: at least one character")
-    if not own and prompt != prompt.encode("utf-8", "ignore").decode():
-        raise InputError(f"--prompt is {prompt!r:.80}, which is not UTF-8; accepted: text, by this model's tokenizer")
+    if not prompt or prompt != prompt.encode("utf-8", "ignore").decode():
+        raise InputError(f"--prompt is {prompt!r:.80}; accepted: UTF-8 of one character or more")
     if own:
-        ids = tokenizer.encode(torch.tensor([*prompt.encode("utf-8", "surrogateescape")], dtype=torch.uint8)).long()
+        ids = tokenizer.encode([prompt.encode()]).long()
+        decode = lambda ids: tokenizer.decode(ids).decode("utf-8", "replace")
     else:
         ids = tokenizer(prompt, return_tensors="pt").input_ids[0]
+        decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
     if seed is None and temperature:  # the answer names it, so that the text can be had again
         seed = torch.Generator().seed() % 2**32
     how = {"temperature": temperature, "top_k": top_k, "seed": seed}
 
     speak(dense, ids, tokens if place.type == "cuda" else 1, how)  # what the first call sets up
     said, speed = speak(dense, ids, tokens, how)
-    if own:
-        text = tokenizer.decode(said).decode("utf-8", "replace")
-    else:  # of a token by itself some tokenizers leave out the space before it
-        before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *said]))
-        text = whole.removeprefix(before)
+    # Together, since of a token by itself some tokenizers leave out the space before it.
+    text = decode(torch.cat([ids, said])).removeprefix(decode(ids))
     value = {"prompt": prompt, "text": text, "tokens": said.tolist(), **how, "tokens_per_s": speed}
-    fast, lines = f", {speed:,.0f} a second", []
+    fast, lines = f", {speed:,.0f} a second", [textwrap.indent(prompt + text, "  "), ""]
     if sparse:
         swapped, rows = planned(dense, torch.cat([ids, said]).to(place))
         value |= in_turn(swapped, dense, ids, tokens, how) | {"layers": rows}
-        lines = [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
+        lines += [f"{row['layer']}: {row['choice']}, {row['why']}" for row in rows]
         fast = f"; {said_fast(value)}"
     drawn = f" with seed {seed}" if temperature else ""
     lines.append(f"sample: {len(said):,} {tokenizer.unit if own else 'tokens'}{drawn}{fast}")
-    return Answer(value, "\n".join(lines), quoted=f"{prompt}{text}\n\n")
+    return Answer(value, "\n".join(lines))
 
 
 def speak(model: nn.Module, prompt: Tensor, tokens: int, how: dict) -> tuple[Tensor, float]:
     """Return what `tl.generate` adds to a prompt, and how many tokens a second that was."""
-    from ..models.generate import generate
-
     start = time.perf_counter()
-    said = generate(model, prompt, max_new_tokens=tokens, **how)[len(prompt) :].cpu()
+    said = tl.generate(model, prompt, max_new_tokens=tokens, **how)[len(prompt) :].cpu()
     return said, len(said) / (time.perf_counter() - start)
 
 
 def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, how: dict, rounds: int = 5) -> dict:
-    """Let two models speak in turn, once before it counts, since a GPU captures their steps then; return {tokens_per_s,
-    dense_tokens_per_s: medians, ratios: of each turn, same: whether all they said is the same}."""
+    """Let two models speak in turn, once before it counts, since a GPU captures their steps then; return medians
+    {tokens_per_s, dense_tokens_per_s}, ratios: of each turn, and same: whether all they said is the same."""
     turns = [(speak(sparse, prompt, tokens, how), speak(dense, prompt, tokens, how)) for _ in range(rounds + 1)][1:]
     said = [text.tolist() for turn in turns for text, _ in turn]
     fast, slow = ([speed for _, speed in side] for side in zip(*turns, strict=True))
@@ -153,20 +155,16 @@ def in_turn(sparse: nn.Module, dense: nn.Module, prompt: Tensor, tokens: int, ho
     }
 
 
-def planned(model: nn.Module, text: Tensor, firing: FiringProfile | None = None) -> tuple[nn.Module, list[dict]]:
-    """Return a copy of the model with its layers swapped by a plan for one token at a time, and its report's rows. They
-    are timed on the text [tokens], or on its second half where the first is profiled, as there is no `firing`."""
-    from ..analysis.planner import plan
-    from ..analysis.profile import profile
-    from ..models.swap import report, sparsify
-
+def planned(model: nn.Module, text: Tensor, firing: tl.FiringProfile | None = None) -> tuple[nn.Module, list[dict]]:
+    """Return a copy of the model, swapped by a plan for one token at a time, and its report's rows. Layers are timed on
+    the text [tokens]; without `firing` its first half is profiled, and they are timed on the second."""
     context = getattr(model.config, "context", None) or getattr(model.config, "max_position_embeddings", len(text))
     first, second = ([part[None] for part in half.split(context)] for half in text.chunk(2))
-    firing, batches = (profile(model, first), second) if firing is None else (firing, [*first, *second])
+    firing, batches = (tl.profile(model, first), second) if firing is None else (firing, [*first, *second])
     swapped = copy.deepcopy(model).eval().requires_grad_(False)
     calls = "captured" if text.is_cuda else "eager"
-    sparsify(swapped, plan(firing, model, tokens=[1], batches=batches, calls=calls, progress=False))
-    return swapped, report(swapped).rows
+    tl.sparsify(swapped, tl.plan(firing, model, tokens=[1], batches=batches, calls=calls, progress=False))
+    return swapped, tl.report(swapped).rows
 
 
 # ---- what fires, and what to do with it ----
@@ -184,50 +182,46 @@ def profile(
 ) -> Answer:
     """Count which neurons of a saved model fire on a text."""
     from ..analysis.predict import verdict
-    from ..analysis.profile import FiringProfile, profile
 
     for place in filter(None, (out, html, plot)):  # before the work
         check_target(place)
-    if plot is not None and plot.suffix not in _PICTURES:
-        raise InputError(f"--plot is {str(plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")
     if plot is not None:
+        if plot.suffix not in _PICTURES:
+            raise InputError(f"--plot is {str(plot)!r:.200}; accepted: a file that ends in {', '.join(_PICTURES)}")
         optional("kaleido", "--plot")
-    other = None if against is None else FiringProfile.load(against)  # refused before the work
+    other = None if against is None else tl.FiringProfile.load(against)  # refused before the work
     loaded, part, read = model_and_windows(model, text, windows)
-    firing = profile(loaded, read.split(32))
+    firing = tl.profile(loaded, read.split(32))
     compared = None if other is None else firing.compare(other)
     if out is not None:
         firing.save(out)
     _draw(firing, html, plot)
-    said = verdict(firing)
     value = {
         "tokens": firing.tokens,
         "of": part.name,
         "layers": firing.table(),
         "by_position": firing.by_position(),
         "by_token": firing.by_token(),
-        "verdict": said,
-        "against": None if compared is None else {"layers": compared.rows, "verdict": compared.verdict},
+        "verdict": verdict(firing),
+        "against": compared and {"layers": compared.rows, "verdict": compared.verdict},
     }
-    lines = [str(firing), f"profile: {firing.tokens:,} tokens of {part.name}", said]
+    lines = [str(firing), f"profile: {firing.tokens:,} tokens of {part.name}", value["verdict"]]
     lines += [] if compared is None else [f"\nbeside {against}", str(compared)]
     lines += [f"profile: saved {place}" for place in filter(None, (out, html, plot))]
     return Answer(value, "\n".join(lines))
 
 
-def _draw(firing: FiringProfile, html: Path | None, picture: Path | None) -> None:
+def _draw(firing: tl.FiringProfile, html: Path | None, picture: Path | None) -> None:
     """Write figures of a profile into a page that needs no network, and one of its layers as a picture."""
-    from .. import plots
-
     if html is not None:
         busiest = max(range(len(firing.layers)), key=lambda i: firing.layers[i].density)
-        figures = [plots.firing_by_layer(firing), plots.neuron_frequency(firing, busiest)]
-        figures += [plots.firing_by_position(firing)] if firing.by_position() else []
+        figures = [tl.plots.firing_by_layer(firing), tl.plots.neuron_frequency(firing, busiest)]
+        figures += [tl.plots.firing_by_position(firing)] if firing.by_position() else []
         parts = [figure.to_html(full_html=False, include_plotlyjs=not i) for i, figure in enumerate(figures)]
         write_atomically(html, "\n".join(["<!DOCTYPE html><meta charset='utf-8'><title>Who fires</title>", *parts]))
     if picture is not None:
         try:
-            write_atomically(picture, plots.firing_by_layer(firing).to_image(format=picture.suffix[1:]))
+            write_atomically(picture, tl.plots.firing_by_layer(firing).to_image(format=picture.suffix[1:]))
         except (ImportError, RuntimeError):  # which fill a screen
             raise StackError("--plot needs kaleido, with Chrome: pip install kaleido; --html needs neither") from None
 
@@ -248,13 +242,9 @@ def sparsify(
     """Choose a path for every layer of a saved model, swap the layers, and save the model with this plan beside it."""
     import torch
 
-    from ..analysis.plan import IN_FOLDER
-    from ..analysis.planner import plan
-    from ..analysis.profile import profile as count
+    from ..analysis.planner import IN_FOLDER
     from ..bench.workloads import Causal
     from ..models.published import folder_of
-    from ..models.swap import report
-    from ..models.swap import sparsify as swap
     from ..training.checkpoint import STATE
 
     if out is not None:
@@ -264,15 +254,15 @@ def sparsify(
     loaded, part, read = model_and_windows(model, text, 2 * windows)
     loaded.to(*placed(device, dtype)).requires_grad_(False)
     # Every second window is profiled; the windows between them, other tokens of the same text, are for timing.
-    firing, others = count(loaded, read[::2].split(32)), read[1::2].split(32) if len(read) > 1 else None
+    firing, others = tl.profile(loaded, read[::2].split(32)), read[1::2].split(32) if len(read) > 1 else None
     how: dict = {"tokens": tokens, "measure": not predict_only, "batches": others, "calls": calls, "paths": paths}
-    chosen = plan(firing, loaded, **how)
+    chosen = tl.plan(firing, loaded, **how)
 
     ids = read[1::2][:2].to(next(loaded.parameters()).device)
     with torch.no_grad():
         dense = Causal(loaded).reader()(ids).double()
-        off = float((Causal(swap(loaded, chosen)).reader()(ids).double() - dense).norm() / dense.norm())
-    told = report(loaded)
+        off = float((Causal(tl.sparsify(loaded, chosen)).reader()(ids).double() - dense).norm() / dense.norm())
+    told = tl.report(loaded)
     timed = f"timed on inputs {chosen.inputs}" if chosen.inputs else "nothing was timed"
     lines = [
         f"{told}\nsparsify: from {firing.tokens:,} tokens of {part.name}; {timed}",

@@ -1,43 +1,40 @@
 """The tour's page: one small HTML file that opens without a network, made of a tour's record, and of sentences that the
-shipped models read when it is drawn (course.sentence), whose script is the page's only one.
-
-Its text is in page.html.jinja, which puts the record's numbers in; this file picks rows, computes what several places
-need, and makes the sentences that depend on how the numbers compare."""
+shipped models read when it is drawn (course.sentence), whose script is the page's only one. Its text is in
+page.html.jinja; this file picks rows, and makes charts, and the sentences that depend on how numbers compare."""
 
 from __future__ import annotations
 
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 
 from .. import records
 from ..course.sentence import web
-from ..plots import decode, layer_names, percentiles, series, share
-from .charts import Axis, Line, chart
-from .terminal import Ratio, said_fast, verdict
+from ..plots import decode, layer_names, percentiles, share
+from .terminal import said_fast, verdict
 
 WITHOUT, WITH = "without L1", "with L1"  # the two trainings in a tour's record
-FORMATS = ("dense", "CSR", "ELL", "TwELL")
 _ALIKE = ("label", "device", "dtype", "tokens", "nnz")
 _FIRING, _SHORT = "neurons firing for a token, %", "{:.3g}".format
+_FIRE = (8, 29, 60, 120, 300)  # of the neurons of a drawn layer, about
 _TIMES = (0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 
 
 def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> str:
     """Return the page of a tour's record as HTML text. recorded: records to show a part of beside it (`comparable`)."""
-    tour, (own, large) = record.notes["tour"], split_rows(record.rows)
+    tour, large = record.notes["tour"], [row for row in record.rows if not row.get("label")]
     layers, packed = tour["profile"]["layers"], tour["packing"]["layers"]
     names = layer_names([layer["layer"] for layer in layers])
     densities = {name: layer["density"] for name, layer in zip(names, layers, strict=True)}
     busiest = max(densities, key=densities.__getitem__)
     frequency = sorted(layers[names.index(busiest)]["neuron_frequency"], reverse=True)
     fired = [*accumulate(frequency)]
-    sizes = sorted({(row["d_model"], row["d_ff"]) for row in large})
     cpu = record.machine.get("cpu") or "an unnamed CPU"
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -48,34 +45,23 @@ def render(record: records.Record, recorded: Iterable[records.Record] = ()) -> s
     )
     pages.filters.update(number=format, share=share, json=json.dumps)
     functions = see_speed, see_recorded, draw_training, draw_frequency, draw_speeds, tile_cells, said_fast
-    pages.globals.update({made.__name__: made for made in functions})
+    pages.globals |= {made.__name__: made for made in functions}
     return pages.get_template("page.html.jinja").render(
         record=record,
         tour=tour,
         sentence=web.fragment(),
-        without=tour["runs"][WITHOUT],
-        sparse=tour["runs"][WITH],
         rows=layer_table(tour),
         names=names,
         densities=sorted(densities.items(), key=lambda item: item[1]),
         busiest=busiest,
         frequency=frequency,
         busy=bisect_left(fired, 0.8 * fired[-1]) + 1 if fired[-1] else 0,  # who do 80% of the firing
-        formats=FORMATS,
-        packed=packed,
-        bytes={kind: sum(layer["bytes"][kind] for layer in packed) for kind in FORMATS},
-        own=[row for row in own if not _how(row)],
+        bytes={kind: sum(layer["bytes"][kind] for layer in packed) for kind in packed[0]["bytes"]},
+        own=[row for row in record.rows if row.get("label") and not _how(row)],
         large=large,
         beside=comparable(recorded),
-        times=own + large,
         devices=sorted({cpu if records.is_cpu(row["device"]) else row["device"] for row in record.rows}),
-        wide=" and ".join(f"{d_model:,} x {d_ff:,}" for d_model, d_ff in sizes),
     )
-
-
-def split_rows(rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """Return a tour's timings: (rows of the trained model's own layers, rows of the large layer)."""
-    return [row for row in rows if row.get("label")], [row for row in rows if not row.get("label")]
 
 
 def comparable(recorded: Iterable[records.Record]) -> list[dict]:
@@ -92,36 +78,39 @@ def comparable(recorded: Iterable[records.Record]) -> list[dict]:
 
 
 def draw_training(runs: dict) -> list[dict]:
-    """Draw loss, and firing, against steps: each run's line on held-out text, and a faint one on what it trained on."""
-    losses, firing, read = [], [], []
-    for i, (label, run) in enumerate(runs.items()):
+    """Draw loss on held-out text, and firing, against steps: a line for each run."""
+    losses, firing = {}, {}
+    for label, run in runs.items():
         history, width = run["history"], run["config"]["d_ff"]
-        seen = [(row["step"], row["val_bits_per_byte"]) for row in history if row.get("val_bits_per_byte") is not None]
-        trained_on = [(row["step"], row["ce"] / math.log(2)) for row in history]
-        losses.append(Line(label, seen))
-        read.append(Line(f"{label}, on the text it trains on", trained_on, behind=i))
-        firing.append(Line(label, [(row["step"], 100 * row["nnz"] / width) for row in history]))
+        seen = [(row["step"], row.get("val_bits_per_byte")) for row in history]
+        losses[label] = [point for point in seen if point[1] is not None]
+        firing[label] = [(row["step"], 100 * row["nnz"] / width) for row in history]
     step, loss, fires = Axis("training step"), Axis("bits per byte", show=_SHORT), Axis(_FIRING, show=_SHORT)
-    return [chart("Loss on held-out text", losses + read, step, loss), chart("Firing", firing, step, fires)]
+    return [chart("Loss on held-out text", losses, step, loss), chart("Firing", firing, step, fires)]
 
 
 def draw_frequency(name: str, frequency: list[float]) -> dict | None:
     """Draw on which share of the tokens each neuron of a layer fires, most used first; None if none does."""
     alive = [(place, 100 * value) for place, value in enumerate(frequency, start=1) if value > 0]
     up = Axis("tokens it fires for, % (each line 10 times the one below)", log=True, show=_SHORT)
-    line = Line(f"{len(alive):,} of {len(frequency):,} neurons", alive)
     title = f"How often each neuron of {name} fires"
-    return chart(title, [line], Axis("neuron, most used first"), up) if alive else None
+    return chart(title, {"neurons": alive}, Axis("neuron, most used first"), up) if alive else None
 
 
 def draw_speeds(title: str, rows: list[dict]) -> dict | None:
-    """Draw times as fast as torch's eager dense layer, over tokens; None if nothing was timed."""
-    drawn = [
-        Line(name.removeprefix(": "), sorted({row["tokens"]: row["x_dense"] for row in points}.items()))
-        for name, points in series(rows, "").items()
-    ]
-    across = Axis("tokens at once", log=True, ticks=sorted({x for line in drawn for x, _ in line.points}))
+    """Draw times as fast as torch's eager dense layer, over tokens, a line for each layer, dtype, path and number of
+    neurons that fire; None if nothing was timed."""
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.get("x_dense") is not None and not row["path"].startswith("dense eager"):
+            # A drawn layer has its number only roughly.
+            known = row.get("nnz") and not row.get("label") and is_sparse(row)
+            fire = f"{min(_FIRE, key=lambda nnz: abs(nnz - row['nnz']))} firing" if known else ""
+            name = ", ".join(filter(None, (row.get("label"), row["dtype"], row["path"], fire)))
+            lines.setdefault(name, {})[row["tokens"]] = row["x_dense"]
+    across = Axis("tokens at once", log=True, ticks=sorted({tokens for line in lines.values() for tokens in line}))
     up = Axis("times as fast as torch's dense layer (at 1x)", log=True, ticks=_TIMES, show="{:.3g}x".format)
+    drawn = {name: sorted(line.items()) for name, line in lines.items()}
     return chart(title, drawn, across, up, level=1.0) if drawn else None
 
 
@@ -136,7 +125,7 @@ def layer_table(tour: dict) -> list[dict]:
         row["span"] = "{:,} to {:,}".format(*percentiles(layer["nnz_histogram"]))
         row["used"] = share(packed["slots_used"] / packed["slots"])
         row["overflow"] = share(packed["overflow_rows"] / packed["tokens"])
-        row["bytes"] = {kind: packed["bytes"][kind] / packed["tokens"] for kind in FORMATS}
+        row["bytes"] = {kind: size / packed["tokens"] for kind, size in packed["bytes"].items()}
         rows.append(row)
     return rows
 
@@ -161,11 +150,11 @@ def see_speed(rows: list[dict]) -> str:
     spread of the samples."""
     ratios = []
     for row in filter(is_sparse, rows):
-        alike = [other for other in rows if all(other.get(key) == row.get(key) for key in _ALIKE)]
-        dense = [other for other in alike if other["path"].startswith("dense eager") and _how(other) == _how(row)]
+        dense = [other for other in rows if other["path"].startswith("dense eager") and _how(other) == _how(row)]
+        dense = [other for other in dense if all(other.get(key) == row.get(key) for key in _ALIKE)]
         half = sum(timed.get("spread") or 0 for timed in [row, *dense[:1]]) / 2
         low, high = ((row["dense_ms"] + change) / row["ms"] for change in (-half, half))
-        ratios.append(Ratio(row["x_dense"], low, high, _at(row)))
+        ratios.append((row["x_dense"], low, high, _at(row)))
     points = f"{len(ratios)} point{'s' * (len(ratios) > 1)}"
     said = f"Of {points} the sparse layer was, beside torch's dense one, {verdict(ratios)}."
     return said if ratios else "No sparse path was timed."
@@ -192,3 +181,73 @@ def _at(row: dict) -> str:
     where = f"{row['tokens']:,} token{'s' * (row['tokens'] != 1)} in {row['dtype']}"
     times = f"{row['ms']:.3g} ms, spread {row.get('spread') or 0:.2g}, against {row['dense_ms']:.3g} ms"
     return ", ".join(filter(None, (row.get("label"), where, fire, _how(row)))) + f": {times}"
+
+
+# ---- charts: lines over a pair of axes, as places and texts that the template writes as SVG, for a screen reader, too
+
+# In units of the SVG, which are pixels where the page shows it 400 wide.
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 400, 52, 374, 26, 210
+LETTER = 7.5  # width of a digit
+DOTS = 12  # a line of more points is drawn without marks
+COLOURS = 6  # the style has --c0 to --c5
+# One for each colour, around (0, 0): without colours the lines still differ.
+_MARKS = ("M-4-4h8v8h-8z", "M0-5.5L5 4H-5z", "M0-5.5L5.5 0 0 5.5-5.5 0z", "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z")
+
+
+class Axis(NamedTuple):
+    """What an axis shows, with its unit. ticks: where its figures may stand; round numbers if there are none."""
+
+    title: str
+    log: bool = False
+    ticks: Sequence[float] = ()
+    show: Callable[[float], str] = "{:,g}".format
+
+
+def chart(
+    title: str, drawn: Mapping[str, Sequence[tuple[float, float]]], x: Axis, y: Axis, level: float | None = None
+) -> dict:
+    """Return what the template draws of lines by name over one pair of axes, and `label`, which a screen reader says:
+    where each line begins and ends. level: a horizontal line at this y."""
+    points = [point for line in drawn.values() for point in line]
+    across, ticks = _scale(x, [place for place, _ in points], LEFT, RIGHT)
+    up, marks = _scale(y, [height for _, height in points] + ([] if level is None else [level]), BOTTOM, TOP)
+    lines, said = [], []
+    for number, (name, line) in enumerate(drawn.items()):
+        places = [(f"{across(a):.1f}", f"{up(b):.1f}") for a, b in line]
+        few, path = len(places) <= DOTS, "M" + "L".join(" ".join(place) for place in places)
+        looks = {"style": f"c{number % COLOURS}", "mark": _MARKS[number % len(_MARKS)] if few else ""}
+        lines.append({"name": name, "path": path, "marked": places * few, **looks})
+        said.append(f"{name}: {', '.join(f'{y.show(b)} at {x.show(a)}' for a, b in (line[0], line[-1]))}")
+    most = {at: WIDTH - LETTER * len(x.show(at)) / 2 for at in ticks}  # a figure stays inside at the right end
+    return {
+        "title": title,
+        "label": f"{title}. {y.title}, over {x.title}. {'; '.join(said)}.",
+        "level": None if level is None else f"{up(level):.1f}",
+        "x": x.title,
+        "y": y.title,
+        "across": [(f"{across(at):.1f}", f"{min(across(at), most[at]):.1f}", x.show(at)) for at in ticks],
+        "up": [(f"{up(at):.1f}", y.show(at)) for at in marks],
+        "lines": lines,
+    }
+
+
+def _scale(axis: Axis, values: list[float], begin: float, end: float) -> tuple[Callable[[float], float], list[float]]:
+    """Return what gives values their places along an axis, and at most six ticks. An axis has a margin at its ends; it
+    begins at 0 if its values come near that."""
+    low, high = min(values), max(values)
+    if not axis.log and 0 < low < 0.7 * high:
+        low = 0.0
+    turned: Callable[[float], float] = math.log10 if axis.log else float
+    first, last = turned(low), turned(high)
+    margin = 0.04 * (last - first) or 0.5
+    first, last = first - margin * (axis.log or low != 0), last + margin
+
+    def place(value: float) -> float:
+        return begin + (turned(value) - first) / (last - first) * (end - begin)
+
+    step = 10 ** math.floor(math.log10((last - first) / 4))
+    step *= max((many for many in (2, 5) if (last - first) / (step * many) >= 4), default=1)
+    even = [round(step * i, 12) for i in range(math.ceil(first / step), math.floor(last / step) + 1)]
+    round_ones = axis.ticks or ([10.0**n for n in range(-9, 10)] if axis.log else even)
+    ticks = [tick for tick in round_ones if first <= turned(tick) <= last]
+    return place, ticks[:: -max(1, math.ceil(len(ticks) / 6))]

@@ -5,8 +5,6 @@ checks results before it times anything."""
 
 from __future__ import annotations
 
-import copy
-import inspect
 import json
 import os
 import re
@@ -20,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .. import core
-from ..bench import arena, comparison, decoding, fine_tuning, forward, losses, methods, models, serving, training
+from ..bench import arena, comparison, decoding, fine_tuning, forward, losses, methods, models, training
 from ..bench.rows import Sections
-from ..core import DeviceError, InputError, RecordError, StackError, TwellError
+from ..core import DeviceError, RecordError, StackError, TwellError
 from ..ops import kernels
 from ..records import Record
 from ..training.sweep import record as sweep_record
@@ -35,29 +33,18 @@ from ..training.sweep import record as sweep_record
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 _NOTHING_RUN = 5  # exit status of pytest where every test was left out, as where plotly is missing
 _AT_ONCE = 8  # processes of GPU tests at the same time: each waits more for compiler and Python than for the GPU
-
-
-class TestsFailed(TwellError, RuntimeError):
-    """Tests that a recording runs did not pass, so there is nothing to record."""
+_ATTACKED = 420  # seconds, on a GPU
 
 
 class Recording(NamedTuple):
-    """A record in sections, which may be cut short. sections: returns them, given a dict that takes what does not run,
-    and why, and options. name: of the record."""
+    """A record in sections, which may be cut short. name: of the record. sections: returns them, given a dict that
+    takes what does not run, and why, and of `arena` the folder of rivals."""
 
     name: str
     purpose: str
     sections: Callable[..., Sections]
-    seconds: float = 180.0  # unless told otherwise
+    seconds: float = 180.0  # no step is begun that would probably end later
     gpu: bool = True  # whether it needs one
-
-
-def options_of(name: str) -> set[str]:
-    """Return the options that a recording takes."""
-    recording = RECORDINGS[name]
-    if isinstance(recording, Recording):
-        return {"seconds", *inspect.signature(recording.sections).parameters}
-    return {*inspect.signature(recording).parameters}
 
 
 def need_gpu() -> None:
@@ -66,65 +53,61 @@ def need_gpu() -> None:
         raise DeviceError("this recording needs an NVIDIA GPU that torch can use; `twell-lab doctor` says what is here")
 
 
-def make(name: str, folder: Path, **options: Any) -> tuple[Record, Path]:
+def make(name: str, folder: Path, *rivals: Path) -> tuple[Record, Path]:
     """Make a recording, save its record in a folder, and return both: the record and its path. After each step of a
     section what there is so far is saved there.
 
     Raises DeviceError where it needs a GPU, and StackError where nothing could be measured."""
-    recording, path = RECORDINGS[name], None
-
-    def save(record: Record) -> Path:
-        nonlocal path
-        path = path or record.free_path(folder)
-        core.write_atomically(path, record.to_json())
-        return path
-
+    recording = RECORDINGS[name]
     if not isinstance(recording, Recording):
-        return (record := recording(**options)), save(record)
+        return (record := recording()), record.save(folder)
     if recording.gpu:
         need_gpu()
     refused: dict = {}  # what did not run, and why
+    path: Path | None = None
 
-    def record_of(rows: list[dict], notes: dict) -> Record:
-        notes = {key: value for key, value in copy.deepcopy(notes | {"refused": refused}).items() if value != {}}
-        return Record.new(recording.name, recording.purpose, [*rows], notes)
+    def save(rows: list[dict], notes: dict) -> tuple[Record, Path]:
+        nonlocal path
+        notes = {key: value for key, value in (notes | {"refused": refused}).items() if value}
+        record = Record.new(recording.name, recording.purpose, rows, notes)
+        path = path or record.free_path(folder)
+        core.write_atomically(path, record.to_json())
+        return record, path
 
-    def save_rows(rows: list[dict], notes: dict) -> None:
+    def save_part(rows: list[dict], notes: dict) -> None:
         try:
-            save(record_of(rows, {"unfinished": "the recording was cut off, or goes on"} | notes))
+            save(rows, {"unfinished": "the recording was cut off, or goes on"} | notes)
         except RecordError as error:
             print(f"{name}: what there is so far is not kept: {error}", file=sys.stderr, flush=True)
 
-    limit = options.pop("seconds", recording.seconds)
     try:
-        rows, notes = run(recording.sections(refused, **options), limit, save_rows)
+        rows, notes = run(recording.sections(refused, *rivals), recording.seconds, save_part)
     except BaseException:
         if path is not None:
             print(f"record: what it has so far is in {path}", file=sys.stderr)
         raise
     if not rows:
         raise StackError(f"{name}: nothing was measured: {notes['left_out']}")
-    return (record := record_of(rows, notes)), save(record)
+    return save(rows, notes)
 
 
 def run(
     sections: Sections, limit: float, keep: Callable[[list[dict], dict], None] = lambda rows, notes: None
 ) -> tuple[list[dict], dict[str, dict]]:
     """Return the rows of all sections, each a list of steps, and notes: the `seconds` that each section took, and in
-    `left_out` which of its steps were left out, and why.
+    `left_out` which of its steps were left out, and why. keep: called after each step with what there is.
 
     A step is not begun when less of `limit`, in seconds, is left than the step before it in its section took. An error
     of torch (too little memory, say) ends its section, any other error is raised. An interruption (Ctrl-C, or SIGTERM)
-    leaves out the rest; without any row it is raised. keep: called after each step with what there is.
-    """
+    leaves out the rest; without any row it is raised."""
     rows: list[dict] = []
     seconds: dict[str, float] = {}
     why, done = dict.fromkeys(sections, "cut off"), dict.fromkeys(sections, 0)
     begin, interrupted = time.perf_counter(), False
 
     def notes() -> dict[str, dict]:
-        left = {name: len(steps) - done[name] for name, steps in sections.items() if done[name] < len(steps)}
-        said = {name: f"{count} of {len(sections[name])} steps: {why[name]}" for name, count in left.items()}
+        left = {name: (len(steps) - done[name], len(steps)) for name, steps in sections.items()}
+        said = {name: f"{some} of {all_} steps: {why[name]}" for name, (some, all_) in left.items() if some}
         return {"seconds": {**seconds}, "left_out": said}
 
     for name, steps in sections.items():
@@ -140,15 +123,11 @@ def run(
                 last = time.perf_counter() - before
                 print(f"{name}, {done[name]}/{len(steps)}: {last:.1f} s, {len(rows)} rows", file=sys.stderr, flush=True)
                 keep(rows, notes())
-            except RuntimeError as error:
-                if isinstance(error, TwellError):
+            except (RuntimeError, KeyboardInterrupt) as error:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                if isinstance(error, TwellError) or interrupted and not rows:
                     raise
-                why[name] = f"{type(error).__name__}: {str(error)[:300]}"
-                break
-            except KeyboardInterrupt:
-                if not rows:
-                    raise
-                why[name], interrupted = "interrupted", True
+                why[name] = "interrupted" if interrupted else f"{type(error).__name__}: {str(error)[:300]}"
                 break
             finally:
                 with suppress(RuntimeError):  # of a step that broke the GPU's context
@@ -165,11 +144,10 @@ def run(
 def gpu_tests() -> Record:
     """Return a report of tests/gpu, and of its reduced set under each compute-sanitizer tool where that is installed.
 
-    Raises TestsFailed, with the end of the output, when a test fails."""
+    Raises TwellError, with the end of the output, when a test fails."""
     need_gpu()
     folder, tool = _tests("gpu"), shutil.which("compute-sanitizer")
-    # Without torch's caching allocator each tensor is an allocation of its own, and memcheck sees any access beyond its
-    # bounds.
+    # Without torch's caching allocator each tensor is an allocation of its own, whose bounds memcheck sees.
     checked, reduced = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, [str(folder / "test_reduced.py")]
     files = sorted(folder.glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
     with ThreadPoolExecutor(max(1, min(_AT_ONCE, (os.cpu_count() or 1) // 2))) as side_by_side:
@@ -178,9 +156,9 @@ def gpu_tests() -> Record:
             command = [str(tool), "--tool", name, "--error-exitcode", "99", "--target-processes", "all"]
             jobs.append(side_by_side.submit(_suite, f"reduced set under {name}", reduced, checked, command))
         jobs += [side_by_side.submit(_suite, f"gpu tests: {path.stem}", [str(path)]) for path in files]
-        failed = [str(error) for job in jobs if isinstance(error := job.exception(), TestsFailed)]
+        failed = [str(error) for job in jobs if isinstance(error := job.exception(), TwellError)]
     if failed:  # all have ended, so that one run on a GPU shows all failures
-        raise TestsFailed("\n".join([f"{len(failed)} of {len(jobs)} suites failed", *failed]))
+        raise TwellError("\n".join([f"{len(failed)} of {len(jobs)} suites failed", *failed]))
     suites = [job.result() for job in jobs]
     totals = {key: sum(suite[key] for suite in suites) for key in ("passed", "failed", "skipped")}
     notes = {"gpu_tests": {**totals, "sanitizers": list(SANITIZERS) if tool else []}}
@@ -188,7 +166,6 @@ def gpu_tests() -> Record:
 
 
 def _tests(name: str) -> Path:
-    """Return a folder of tests, or a file there."""
     found = core.kernels_dir().parent / "tests" / name
     if not found.exists():
         raise StackError(f"the tests are not here (tests/{name} is part of a checkout, not of the package)")
@@ -196,9 +173,8 @@ def _tests(name: str) -> Path:
 
 
 def _suite(name: str, targets: list[str], more: dict | None = None, prefix: Sequence[str] = ()) -> dict:
-    """Run pytest on the targets in a process of its own, with `more` in its environment and with the words of `prefix`
-    before its command line; return {suite: the name, passed, failed, skipped: numbers of tests, seconds}. Raises
-    TestsFailed unless all passed."""
+    """Run pytest on the targets in a process of its own, with `more` in its environment and `prefix` before its command
+    line; return {suite, passed, failed, skipped, seconds}. Raises TwellError unless all passed."""
     environment = {key: value for key, value in os.environ.items() if key != "TWELL_LAB_CUBINS"} | (more or {})
     start = time.perf_counter()
     command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *targets]
@@ -206,30 +182,24 @@ def _suite(name: str, targets: list[str], more: dict | None = None, prefix: Sequ
     seconds = time.perf_counter() - start
     summary = [line for line in done.stdout.splitlines() if re.search(r" in [\d.]+s", line)][-1:]
     if done.returncode not in (0, _NOTHING_RUN) or not summary:
-        raise TestsFailed(f"{name}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
+        raise TwellError(f"{name}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
     counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|skipped)", summary[0])}
     return {"suite": name, "passed": 0, "failed": 0, "skipped": 0, **counts, "seconds": round(seconds, 1)}
 
 
-def attack(seed: int = 0, seconds: float | None = None) -> Record:
+def attack() -> Record:
     """Return how many random and hostile cases of tests/nightly/attack passed: on a GPU layers on every path and
-    kernel, for so many seconds (420 unless told otherwise); without one all of them. The error of a failure says how to
-    run it alone."""
-    gpu = torch.cuda.is_available()
-    if seconds is not None and not gpu:
-        raise InputError(f"seconds is {seconds} and there is no GPU here; accepted: with one")
-    tests, more = "attack", [f"--attack-seed={seed}"]
+    kernel, for some minutes; without one all of them. The error of a failure says how to run it alone."""
+    gpu, tests, options = torch.cuda.is_available(), "attack", []
     if gpu:
-        tests, more = "attack/test_layers.py::test_layers", [*more, f"--attack-seconds={seconds or 420.0}"]
+        tests, options = "attack/test_layers.py::test_layers", [f"--attack-seconds={_ATTACKED}"]
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary, "report.json")
-        suite = _suite("attack", [f"{_tests('nightly')}/{tests}", *more, f"--attack-report={report}"])
+        suite = _suite("attack", [f"{_tests('nightly')}/{tests}", *options, f"--attack-report={report}"])
         rows = json.loads(report.read_text()) if report.exists() else []
-    notes: dict = {"attack": {"script": "tests/nightly/attack", "seed": seed}}
-    notes |= {} if gpu else {"kernels": "off: none ran on a GPU"}
     ran = {kernel for row in rows for kernel in row.pop("kernels", ())}
     purpose = f"random and hostile cases on a {'GPU' if gpu else 'CPU'} against float64"
-    return Record.new("attack", purpose, [*rows, suite], notes, kernels=ran)
+    return Record.new("attack", purpose, [*rows, suite], {"attack": {"script": "tests/nightly/attack"}}, kernels=ran)
 
 
 def sweep() -> Record:
@@ -242,12 +212,10 @@ def sweep() -> Record:
 
 
 def _cpu(left_out: dict) -> Sections:
-    sizes = [(dtype, tokens) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]
-
     def rows(dtype: torch.dtype, tokens: int) -> list[dict]:
         return forward.ffn(tokens, nnz=0.005 * 5632, dtype=dtype, device="cpu", seconds=5).rows
 
-    return {"cpu": [partial(rows, *size) for size in sizes]}
+    return {"cpu": [partial(rows, dtype, tokens) for dtype in (torch.float32, torch.bfloat16) for tokens in (1, 8, 64)]}
 
 
 _SECTIONS = [
@@ -259,21 +227,17 @@ _SECTIONS = [
     Recording("host-time", "host and wall time of plain calls of one layer", training.host_sections),
     Recording("decoding", "whole generations, transformers' own loops beside tl.generate", decoding.sections, 570.0),
     Recording("decoding-8b", "whole generations, thresholds on a SiLU model beside dense", decoding.eight, 250.0),
-    Recording("serving", "a server of many requests, dense beside planned", serving.sections, 240.0),
+    Recording("serving", "a server of many requests, dense beside planned", decoding.serving, 240.0),
     Recording("fine-tuning", "a SiLU model made sparse by relufy and a Trainer", fine_tuning.sections, 300.0),
     Recording("arena", "kernels of others beside this project's, one layer", arena.sections),
     Recording("cpu", "the CPU path beside torch's dense layer", _cpu, 600.0, False),
 ]
 _SIZE = "a drawn Llama of the paper's {}, dense beside sparse"
 _DENSITY = "sparse formats against a dense product across densities"
-RECORDINGS: dict[str, Recording | Callable[..., Record]] = {
-    **{recording.name: recording for recording in _SECTIONS},
-    **{
-        f"bench-{size}": Recording(models.RECORD, _SIZE.format(size), partial(models.of_size, size), 570.0)
-        for size in models.SIZES
-    },
-    "matmul-density": Recording("density", _DENSITY, comparison.density_sections, gpu=False),
-    "gpu-tests": gpu_tests,
-    "sweep": sweep,
-    "attack": attack,
+RECORDINGS: dict[str, Recording | Callable[[], Record]] = {recording.name: recording for recording in _SECTIONS}
+RECORDINGS |= {
+    f"bench-{size}": Recording(models.RECORD, _SIZE.format(size), partial(models.of_size, size), 570.0)
+    for size in models.SIZES
 }
+RECORDINGS["matmul-density"] = Recording("density", _DENSITY, comparison.density_sections, gpu=False)
+RECORDINGS |= {"gpu-tests": gpu_tests, "sweep": sweep, "attack": attack}

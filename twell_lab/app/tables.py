@@ -12,21 +12,33 @@ from typing import Any
 
 from ..bench.models import RECORD, SIZES, model_name
 from ..bench.rows import COMPILED, DENSE
-from ..records import Record, stale, told
+from ..records import TOLD, Record, stale, told
+from .bench_command import pairs
 
 MANY = 16384  # tokens at once in tables that are about one number of them
-LITTLE = 16  # MiB: a table of a whole model shows no peak below that
-_HEAVY, _STEP, _GRAPH = "heavy rows: ", "whole step, ", " (graph)"  # how works and paths begin or end
+_HEAVY, _GRAPH = "heavy rows: ", " (graph)"  # how works begin, and paths end
 _LARGEST = f"{model_name(SIZES[-1])}, "
 # A line, a column, and what stands there, as format strings of a row; and which rows say it: of a path, or `Row.of`.
 Cell = tuple[str, str, str] | tuple[str, str, str, str | dict[str, Any]]
+# What follows from a row, by name; KeyError where it lacks something.
+_DERIVED: dict[str, Callable[[Row], Any]] = {
+    # How many times as fast as the dense layer plain calls are, and compiled ones as its compiled ones.
+    "walls": lambda row: row["dense_wall_ms"] / row["wall_ms"],
+    "compiled walls": lambda row: row["compiled_wall_ms"] / row["wall_ms"],
+    "at once": lambda row: f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}",
+    "graph": lambda row: row["path"].endswith(_GRAPH),
+    "name": lambda row: re.sub(r"^twell-lab: |^thresholds, |\bforced | \(graph\)$", "", row["path"]),
+    "hot": lambda row: row["path"].split()[-1],
+    "us": lambda row: 1e3 * row["ms"],
+    "MiB": lambda row: row["peak_bytes"] / 2**20,
+    "work": lambda row: row["workload"].split(", ", 1)[1],
+    "before": lambda row: row["workload"].partition("decode step")[0],
+    "excused": lambda row: sum(row[key] for key in row if key in ("excused_rows", "overflowed_rows", "rounded_rows")),
+}
 
 
 class Row(dict):
-    """A row of a record, with what follows from it: `row["walls"]` is computed. beside: the rows that it is compared
-    with, and itself."""
-
-    beside: list[Row]
+    """A row of a record, with what follows from it: `row["walls"]` is computed."""
 
     def __missing__(self, key: str) -> Any:
         return _DERIVED[key](self)
@@ -37,57 +49,6 @@ class Row(dict):
             return all(one(self[key]) if callable(one) else self[key] == one for key, one in where.items())
         except (LookupError, TypeError):
             return False
-
-    def other(self, **where: Any) -> Row:
-        """Return the first row beside this one that has these values."""
-        return next((row for row in self.beside if row.of(**where)), Row())
-
-
-def _way(row: Row) -> str:
-    """Return how a whole model ran: the column of its table."""
-    path = row["path"].removesuffix(_GRAPH).partition(" compiled")[0]
-    return {DENSE: "dense", "dense": "dense", "planned for graphs": "planned"}.get(path, path)
-
-
-def _call(row: Row) -> str:
-    """Return what a whole model did and how it was called."""
-    ways = ", compiled" * (" compiled" in row["path"]) + ", as a CUDA graph" * row["graph"]
-    return row["work"] + ways + ", without the LM head" * (not row.get("head", True))
-
-
-def _faster(row: Row) -> str:
-    dense = row.other(way="dense")
-    return f", {dense['wall_ms'] / row['wall_ms']:.2f}x" if dense and dense is not row else ""
-
-
-# What follows from a row, by name; KeyError where it lacks something.
-_DERIVED: dict[str, Callable[[Row], Any]] = {
-    # How many times as fast as the dense layer it is, by the device's time and by the wall's.
-    "x": lambda row: row["dense_ms"] / row["ms"],
-    "walls": lambda row: row["dense_wall_ms"] / row["wall_ms"],
-    "compiled x": lambda row: row.other(path=COMPILED)["ms"] / row["ms"],
-    "compiled walls": lambda row: row.other(path=COMPILED)["wall_ms"] / row["wall_ms"],
-    "at once": lambda row: f"{row['tokens']:,} token{'s' * (row['tokens'] > 1)}",
-    "graph": lambda row: row["path"].endswith(_GRAPH),
-    "name": lambda row: re.sub(r"^twell-lab: |^thresholds, |\bforced | \(graph\)$", "", row["path"]),
-    "numberless": lambda row: re.sub(r" \d+$", "", row["path"]),
-    "takes": lambda row: {"twell": "TwELL", "hot_cold": "hot/cold"}.get(way := row["choice"].split()[0], way),
-    "hot": lambda row: row["path"].split()[-1],
-    "us": lambda row: 1e3 * row["ms"],
-    "work": lambda row: row["workload"].split(", ", 1)[1],
-    "before": lambda row: row["workload"].partition("decode step")[0],
-    "step": lambda row: row["workload"].removeprefix(_STEP),
-    "heavy": lambda row: "all 5,632" if "," in row["workload"] else "1,500 neurons",
-    "heavy rows": lambda row: Row(tokens=int(re.findall(r"\d+", row["workload"])[0]))["at once"],
-    "longer": lambda row: row["ms"] / row.other(workload=_HEAVY + "0")["ms"] - 1,
-    "MiB": lambda row: row["peak_bytes"] / 2**20,
-    "large": lambda row: row.other(way="dense")["MiB"] > LITTLE,
-    "way": _way,
-    "call": _call,
-    "faster": _faster,
-    "latest": lambda row: row is [other for other in row.beside if other["way"] == row["way"]][-1],
-    "excused": lambda row: sum(row[key] for key in row if key in ("excused_rows", "overflowed_rows", "rounded_rows")),
-}
 
 
 class _Texts(string.Formatter):
@@ -100,38 +61,37 @@ class _Texts(string.Formatter):
 _text = _Texts().vformat
 
 
-def rows_of(recorded: list[Record], name: str, **where: Any) -> tuple[Record | None, list[Row]]:
-    """Return the newest record of that name with such rows (`Row.of`), and these rows; (None, []) where there is
-    none."""
-    for record in reversed(told(recorded, name)):
+def rows_of(recorded: list[Record], name: str, gpu: str = TOLD, **where: Any) -> tuple[Record | None, list[Row]]:
+    """Return the newest record of that name, of such a GPU where there is one, with such rows (`Row.of`), and these;
+    (None, []) where there is none."""
+    for record in reversed(told(recorded, name, gpu)):
         if rows := [row for row in map(Row, record.rows) if row.of(**where)]:
+            work = lambda row: (row.get("tokens"), row.get("nnz"))
+            compiled = {work(row): row.get("wall_ms") for row in rows if row.get("path") == COMPILED}
+            for row in rows:
+                row["compiled_wall_ms"] = compiled.get(work(row))
             return record, rows
     return None, []
 
 
-def _table(name: str, head: str, cells: Iterable[Cell], by: str = "", **where: Any) -> Callable[[list[Record]], str]:
-    """Return the table of the newest record of this name with rows of these values. head: with "{where}"; by: which
-    rows are a group, that is, are beside each other; the `cells` of a group stand after those of another."""
+def _table(name: str, head: str, cells: Iterable[Cell], **where: Any) -> Callable[..., str]:
+    """Return the table of the newest record of this name with rows of these values: a function of the records and, for
+    another than most tables are of, the GPU. head: with "{where}"."""
 
-    def table(recorded: list[Record]) -> str:
-        record, rows = rows_of(recorded, name, **where)
-        return _grid(head.format(where=_where(rows[0], record)), _filled(rows, cells, by)) if record else _grid("", ())
+    def table(recorded: list[Record], gpu: str = TOLD) -> str:
+        record, rows = rows_of(recorded, name, gpu, **where)
+        return _grid(head.format(where=_where(record)), _filled(rows, cells))
 
     return table
 
 
-def _filled(rows: list[Row], cells: Iterable[Cell], by: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the line, the column and the text of each cell that a row has; by: as of `_table`."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        row.beside = groups.setdefault(_text(by, (), row), [])
-        row.beside.append(row)
-    for group in groups.values():
-        for line, column, text, *which in cells:
-            for row in group:
-                with suppress(KeyError, TypeError):  # of a row that does not say that, or says None
-                    if all(row.of(**({"path": one} if isinstance(one, str) else one)) for one in which):
-                        yield _text(line, (), row), _text(column, (), row), _text(text, (), row)
+def _filled(rows: list[Row], cells: Iterable[Cell]) -> Iterator[tuple[str, str, str]]:
+    """Yield the line, the column and the text of each cell that a row has."""
+    for line, column, text, *which in cells:
+        for row in rows:
+            with suppress(LookupError, TypeError):  # of a row that does not say that, or says None
+                if all(row.of(**({"path": one} if isinstance(one, str) else one)) for one in which):
+                    yield _text(line, (), row), _text(column, (), row), _text(text, (), row)
 
 
 def _grid(head: str, cells: Iterable[tuple[str, str, str]]) -> str:
@@ -150,32 +110,32 @@ def _grid(head: str, cells: Iterable[tuple[str, str, str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (table[0], ["---"] * len(table[0]), *table[1:]))
 
 
-def _where(row: dict, record: Record) -> str:
+def _where(record: Record | None) -> str:
     """Return the device, or the machine's, and day, and whether the code has changed since."""
-    device = row.get("device") or (record.machine.get("gpus") or [{"name": "a CPU"}])[0]["name"]
+    if record is None:
+        return ""
+    device = record.rows[0].get("device") or (record.machine.get("gpus") or [{"name": "a CPU"}])[0]["name"]
     return f"{device}, {record.date[:10]}" + "; stale: code has changed since" * stale(record)
 
 
 # ---- a layer ----
 
-SHAPE = {"gated": True, "d_model": 2048, "d_ff": 5632}
+SHAPE: dict[str, Any] = {"gated": True, "d_model": 2048, "d_ff": 5632}
 DRAWN = SHAPE | {"workload": "independent, lognormal"}  # each neuron fires by itself, some far more often than others
 PLAIN = {"graph": False, "wall_ms": bool}  # plain calls
 FIRES_29 = {"nnz": lambda nnz: 25 < nnz < 33}
-_BOTH = "{x:.2f} ({walls:.2f})"
+_BOTH = "{x_dense:.2f} ({walls:.2f})"
 _MS, _FIRING = "milliseconds, {where}", "neurons firing for a token, mean; {where}"
-_HOT, _CODE = {"numberless": "forced hot_cold"}, "planned compiled"
+_HOT, _CODE = {"path": lambda path: path.startswith("forced hot_cold")}, "planned compiled"
 
 _CALLS = (
     ("torch's dense layer", "{at once}", "{wall_ms:~}", DENSE),
     ("planned", "{at once}", "{wall_ms:~}", "planned"),
-    ("it takes", "{at once}", "{takes}", "planned"),
+    ("it takes", "{at once}", "{choice}", "planned"),
     ("times as fast", "{at once}", "{walls:.2f}", "planned"),
     ("times as fast, both under torch.compile", "{at once}", "{compiled walls:.2f}", _CODE),
 )
-calls = _table(
-    "inference", "milliseconds a call, {where}", _CALLS, "{tokens}", kind="inference", **DRAWN | PLAIN | FIRES_29
-)
+calls = _table("inference", "milliseconds a call, {where}", _CALLS, kind="inference", **DRAWN | PLAIN | FIRES_29)
 _LAYER = (
     ("TwELL", "{nnz:.0f}", _BOTH, "forced twell"),
     ("hot/cold: the neurons that fire most densely, the others packed", "{nnz:.0f}", _BOTH, _HOT),
@@ -184,58 +144,73 @@ _LAYER = (
     ("of 5,632 neurons, those that hot/cold computes densely", "{nnz:.0f}", "{hot}", _HOT),
 )
 _TRAINING = (
-    ("it takes", "{nnz:.0f}", "{takes}", "planned"),
+    ("it takes", "{nnz:.0f}", "{choice}", "planned"),
     ("times as fast as torch's layer", "{nnz:.0f}", _BOTH, "planned"),
-    ("both under torch.compile", "{nnz:.0f}", "{compiled x:.2f} ({compiled walls:.2f})", _CODE),
+    ("both under torch.compile", "{nnz:.0f}", "{x_compiled:.2f} ({compiled walls:.2f})", _CODE),
     ("its peak memory beyond inputs and weights, MiB", "{nnz:.0f}", "{MiB:,.0f}", "planned"),
     ("torch's peak memory beyond inputs and weights, MiB", "{nnz:.0f}", "{MiB:,.0f}", DENSE),
     ("torch's compiled peak memory beyond inputs and weights, MiB", "{nnz:.0f}", "{MiB:,.0f}", COMPILED),
 )
 MANY_TOKENS: dict[str, Any] = DRAWN | PLAIN | {"tokens": MANY}
-layer = _table("inference", _FIRING, _LAYER, "{nnz:.0f}", kind="inference", **MANY_TOKENS)
-training = _table("training", _FIRING, _TRAINING, "{nnz:.0f}", kind="training", **MANY_TOKENS)
-_HOST = (
-    ("{workload}: torch's dense layer", "{at once}", "{wall_ms:~}", DENSE),
-    ("{workload}: TwELL", "{at once}", "{wall_ms:~}", "twell"),
-    ("{workload}: TwELL, until the call returns", "{at once}", "{ms:~}", "twell"),
-    ("{workload}: times as fast", "{at once}", "{walls:.2f}", "twell"),
-)
-host = _table("host-time", _MS, _HOST, "{workload}", kind="host")
+layer = _table("inference", _FIRING, _LAYER, kind="inference", **MANY_TOKENS)
+training = _table("training", _FIRING, _TRAINING, kind="training", **MANY_TOKENS)
+_HOST = [
+    (f"{work}: {line}", "{at once}", text, {"workload": work, "path": path})
+    for work in ("forward", "forward and backward")
+    for line, text, path in (
+        ("torch's dense layer", "{wall_ms:~}", DENSE),
+        ("TwELL", "{wall_ms:~}", "twell"),
+        ("TwELL, until the call returns", "{ms:~}", "twell"),
+        ("times as fast", "{walls:.2f}", "twell"),
+    )
+]
+host = _table("host-time", _MS, _HOST, kind="host")
 
 
 def heavy(recorded: list[Record]) -> str:
     """Return how much longer the TwELL path takes, forward and in training, if for some of 16,384 tokens 1,500 neurons
     fire, or all."""
-    cells: list[tuple[str, str, str]] = []
-    some = {"workload": lambda work: work != _HEAVY + "0"}
+    cells = []
     which: dict[str, Any] = {"path": "forced twell", "workload": lambda work: work.startswith(_HEAVY)}
     for name, says in (("inference", "forward"), ("training", "training step")):
         record, rows = rows_of(recorded, name, kind=name, **SHAPE, **which)
-        line = f"{says}, {{heavy}}; {_where(rows[0], record)}" if record else ""
-        cells += _filled(rows, [(line, "{heavy rows}", "{longer:+.0%}", some)], "")
+        times = {row["workload"].removeprefix(_HEAVY): row["ms"] for row in rows}
+        without = times.pop("0", 0.0)
+        for work, ms in times.items():
+            count, _, all_ = work.partition(", ")
+            line = f"{says}, {'all 5,632' if all_ else '1,500 neurons'}; {_where(record)}"
+            cells.append((line, Row(tokens=int(count))["at once"], f"{ms / without - 1:+.0%}"))
     return _grid("longer by", cells)
 
 
 # ---- whole models ----
 
-_WHOLE = (
-    ("{call}", "{way}", "{wall_ms:~} ({wall_spread:~}){faster}", {"latest": True}),
-    ("{call}: mJ a token", "{way}", "{mj_per_token:~}", {"latest": True}),
-    ("{call}: peak MiB", "{way}", "{MiB:,.0f}", {"large": True}),
-    ("{call}: loss, nats", "{way}", "{loss:.4f}", {"kind": "model_forward", "graph": False}),
+
+_PAIR = (
+    ("{what}", "dense", "{dense:~}"),
+    ("{what}", "planned", "{sparse:~}"),
+    ("{what}", "times as fast", "{times:.2f}"),
+    ("{what}", "middle half", "{half}"),
+    ("{what}", "mJ a token", "{mJ/token}"),
+    ("{what}", "peak MiB", "{peak MiB}"),
+    ("{what}", "loss, nats", "{loss}"),
 )
-# The model that was planned for graphs counts as a graph alone, and there in the place of the one that was not.
-_RUN: dict[str, Any] = {"wall_ms": bool, "path": lambda path: path != "planned for graphs"}
-model = _table(RECORD, _MS, _WHOLE, "{call}", workload=lambda work: work.startswith(_LARGEST), **_RUN)
+
+
+def model(recorded: list[Record]) -> str:
+    """Return what the largest drawn model takes, dense beside planned."""
+    record, rows = rows_of(recorded, RECORD, workload=lambda work: work.startswith(_LARGEST))
+    return _grid(_MS.format(where=_where(record)), _filled([*map(Row, pairs(rows))], _PAIR))
+
+
 _GENERATION = (
-    ("{path}, batch {batch}", "tokens a second", "{tokens_per_s:,.0f}", {"x_dense": (None, 1.0).__contains__}),
-    ("{path}, batch {batch}", "tokens a second", "{tokens_per_s:,.0f}, {x_dense:.2f}x", {"x_dense": lambda x: x != 1}),
+    ("{path}, batch {batch}", "tokens a second", "{tokens_per_s:,.0f}"),
+    ("{path}, batch {batch}", "times as fast", "{x_dense:.2f}"),
     ("{path}, batch {batch}", "ms to the first token", "{first_ms:~}"),
     ("{path}, batch {batch}", "peak MiB beyond the weights", "{MiB:,.0f}"),
 )
-_LOOPS: dict[str, Any] = {"kind": "decoding", "by": "{path}, batch {batch}"}
-generations = _table("decoding", "whole generations, {where}", _GENERATION, **_LOOPS)
-large_generations = _table("decoding-8b", "an 8B shape with SiLU, {where}", _GENERATION, **_LOOPS)
+generations = _table("decoding", "whole generations, {where}", _GENERATION, kind="decoding")
+large_generations = _table("decoding-8b", "an 8B shape with SiLU, {where}", _GENERATION, kind="decoding")
 _SERVED = (
     ("{path}", "tokens a second", "{tokens_per_s:.0f}"),
     ("{path}", "s to the whole answer, median", "{p50_s:~}"),
@@ -249,56 +224,52 @@ _TUNED = (
     ("{path}", "times as fast", "{x_dense:.2f}"),
 )
 tuned = _table("fine-tuning", "4 layers of 2,048 x 5,632, {where}", _TUNED, kind="fine-tuning")
-_STEPPED = "{step}, {d_model} wide, {nnz:.0f} neurons firing"
-_STEPS = (
-    (_STEPPED, "{path}", "{ms:~}", COMPILED),
-    (_STEPPED, "{path}", "{ms:~}, {x_compiled:.2f}x", {"path": lambda path: path != COMPILED}),
+_STEP = (
+    ("{path}, {work}", "neurons firing", "{nnz:.0f}"),
+    ("{path}, {work}", "ms a step", "{ms:~}"),
+    ("{path}, {work}", "times as fast", "{x_compiled:.2f}"),
 )
-_COMPILED: dict[str, Any] = {"path": lambda path: "compiled" in path, "workload": lambda work: work.startswith(_STEP)}
-steps = _table("training", "milliseconds a step, {where}", _STEPS, **_COMPILED)
+steps = _table(
+    "training",
+    "layers of 2,048 x 5,632, {where}",
+    _STEP,
+    path=lambda path: "compiled" in path,
+    workload=lambda work: work.startswith("whole step, "),
+)
 
-_CALLED, _GRAPHS, _COMPILED_TOO = (DENSE, "planned"), (DENSE + _GRAPH, "planned" + _GRAPH), (COMPILED, _CODE)
-_TL, _LOOP = ("tl.generate, dense", "tl.generate, planned"), ("generate, dense", "generate, planned")
-_READ, _READ_64 = ({"head": True, "workload": f"{_LARGEST}{many} x 2,048 tokens"} for many in (1, 64))
-_ONE, _SIXTEEN, _TRAINED = {"batch": 1}, {"batch": 16}, {"workload": f"{_STEP}8 layers"}
-# What is done, and how fast a layer and a whole model are at it: the record's name, which rows (of a layer how many
-# tokens), which of their times counts, and the paths of dense and planned.
-DONE: tuple[tuple, ...] = (
-    ("write a text, `tl.generate`", ("inference", 1, "ms", _GRAPHS), ("decoding", _ONE, "ms", _TL)),
-    ("write 16 texts, `tl.generate`", ("inference", 16, "ms", _GRAPHS), ("decoding", _SIXTEEN, "ms", _TL)),
-    ("read 2,048 tokens, a CUDA graph", ("inference", 2048, "ms", _GRAPHS), (RECORD, _READ, "wall_ms", _GRAPHS)),
-    (
-        "read 64 x 2,048 tokens, plain calls",
-        ("inference", 131072, "wall_ms", _CALLED),
-        (RECORD, _READ_64, "wall_ms", _CALLED),
-    ),
-    (
-        "train on 16,384 tokens, compiled",
-        ("training", MANY, "ms", _COMPILED_TOO),
-        ("training", _TRAINED, "ms", _COMPILED_TOO),
-    ),
-    ("write a text, plain `generate`", ("inference", 1, "wall_ms", _CALLED), ("decoding", _ONE, "ms", _LOOP)),
+_GRAPHED, _FORWARD = {"path": "planned (graph)"}, {"head": True, "kind": "model_forward"}
+# What is done, twice: by a layer, then by a whole model; the record, which row of it, and what that says.
+DONE: tuple[tuple[str, str, dict, str], ...] = (
+    ("write a text, `tl.generate`", "inference", {"tokens": 1} | _GRAPHED, "x_dense"),
+    ("write a text, `tl.generate`", "decoding", {"batch": 1, "path": "tl.generate, planned"}, "x_dense"),
+    ("write 16 texts, `tl.generate`", "inference", {"tokens": 16} | _GRAPHED, "x_dense"),
+    ("write 16 texts, `tl.generate`", "decoding", {"batch": 16, "path": "tl.generate, planned"}, "x_dense"),
+    ("read 2,048 tokens, a CUDA graph", "inference", {"tokens": 2048} | _GRAPHED, "x_dense"),
+    ("read 2,048 tokens, a CUDA graph", RECORD, _FORWARD | {"tokens": 2048} | _GRAPHED, "walls"),
+    ("read 64 x 2,048 tokens, plain calls", "inference", {"tokens": 131072, "path": "planned"}, "walls"),
+    ("read 64 x 2,048 tokens, plain calls", RECORD, _FORWARD | {"tokens": 131072, "path": "planned"}, "walls"),
+    ("train on 16,384 tokens, compiled", "training", {"tokens": MANY, "path": _CODE}, "x_compiled"),
+    ("train on 16,384 tokens, compiled", "training", {"workload": "whole step, 8 layers", "path": _CODE}, "x_compiled"),
+    ("write a text, plain `generate`", "inference", {"tokens": 1, "path": "planned"}, "walls"),
+    ("write a text, plain `generate`", "decoding", {"batch": 1, "path": "generate, planned"}, "x_dense"),
 )
 
 
 def beside_layer(recorded: list[Record]) -> tuple[str, dict[str, list[float]]]:
     """Return how many times as fast as torch's own a layer and a whole model are at what is done, where both are
     recorded; and on which device and days that was."""
-    used, done = [], {}
-    for what, *both in DONE:
-        times = []
-        for name, which, time, paths in both:
-            where = DRAWN | FIRES_29 | {"tokens": which} if isinstance(which, int) else which
-            record, rows = rows_of(recorded, name, **where, path=paths.__contains__)
-            took = {row["path"]: row[time] for row in rows}
-            if record and len(took) == 2:
-                used.append(record)
-                times.append(took[paths[0]] / took[paths[1]])
-        if len(times) == 2:
-            done[what] = times
+    used: list[Record] = []
+    done: dict[str, list[float]] = {}
+    for number, (what, name, which, key) in enumerate(DONE):
+        shape: dict[str, Any] = {"workload": lambda work: work.startswith(_LARGEST)} if name == RECORD else {}
+        record, rows = rows_of(recorded, name, **(shape if number % 2 else DRAWN | FIRES_29), **which)
+        if record:
+            used.append(record)
+            done.setdefault(what, []).append(rows[0][key])
     days = sorted({record.date[:10] for record in used})
     where = f"{used[0].rows[0]['device']}, {' to '.join(dict.fromkeys((days[0], days[-1])))}" if used else ""
-    return where + "; stale: code has changed since" * any(map(stale, used)), done
+    where += "; stale: code has changed since" * any(map(stale, used))
+    return where, {what: both for what, both in done.items() if len(both) == 2}
 
 
 def whole_beside_layer(recorded: list[Record]) -> str:

@@ -9,31 +9,28 @@ import textwrap
 import warnings
 from contextlib import suppress
 from io import TextIOWrapper
-from json import dumps
-from pathlib import Path
+from json import dumps, loads
 from typing import NamedTuple
 
-from ..core import InputError, finite
+from ..core import InputError
 from ..records import WIDTH
-
-_PACKAGE, _format_of_others = Path(__file__).resolve().parents[1], warnings.formatwarning
 
 
 class Answer(NamedTuple):
-    """The result of a command: `value` for --json (a str is JSON text already), `text` for people, the exit status, and
-    what stands before the text as it is."""
+    """The result of a command: `value` for --json (a str is JSON text already), `text` for people, the exit status."""
 
     value: object
     text: str
     status: int = 0
-    quoted: str = ""
 
     def say(self, json: bool) -> None:
-        """Print the value as JSON; or the text, its long lines folded but those that begin with a space, which may be
-        code. A line break ends it."""
-        value = self.value if isinstance(self.value, str) else dumps(finite(self.value), indent=1)
-        text = "\n".join(line if line[:1].isspace() else folded(line) for line in self.text.split("\n"))
-        write((value if json else self.quoted + text).removesuffix("\n") + "\n")
+        """Print the value as JSON; or the text, its long lines folded but those with two spaces in a row, which are of
+        a table, or code. A line break ends it."""
+        value = self.value
+        if not isinstance(value, str):  # JSON has no NaN and no infinities
+            value = dumps(loads(dumps(value), parse_constant=lambda _: None), indent=1)
+        text = "\n".join(line if "  " in line else folded(line) for line in self.text.split("\n"))
+        write((value if json else text).removesuffix("\n") + "\n")
 
 
 def folded(line: str, indent: str = "  ") -> str:
@@ -44,24 +41,17 @@ def folded(line: str, indent: str = "  ") -> str:
 
 
 def set_up() -> None:
-    """Have stdout and stderr write characters that their encodings lack as escapes, and warnings of this package look
-    as its errors do, without the line of source code."""
+    """Have stdout and stderr write what their encodings lack as escapes, and warnings look as errors do."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    warnings.formatwarning = _in_one_line
-
-
-def _in_one_line(message, category, filename, lineno, line=None) -> str:
-    if not Path(filename).is_relative_to(_PACKAGE):
-        return _format_of_others(message, category, filename, lineno, line)
-    return f"\ntwell-lab: warning: {message}\n"  # on a new line, since a progress bar may stand in this one
+    # On a new line, since a progress bar may stand in this one.
+    warnings.formatwarning = lambda message, *_, **__: f"\ntwell-lab: warning: {message}\n"
 
 
 def write(text: str) -> None:
-    """Write it to stdout, with all that was printed before. A reader that has ended, such as `head`, is no error.
-
-    Raises InputError where the output cannot be written."""
+    """Write it to stdout, with all that was printed before. InputError where that cannot be done, but for a reader that
+    has ended, such as `head`."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -75,25 +65,17 @@ def write(text: str) -> None:
 # ---- sentences ----
 
 
-class Ratio(NamedTuple):
-    """How many times as fast as dense something is, between which bounds its samples lie, and what it is."""
-
-    times: float
-    low: float
-    high: float
-    what: str
-
-
-def verdict(ratios: list[Ratio]) -> str:
+def verdict(ratios: list[tuple[float, float, float, str]]) -> str:
     """Return at how many of these the sparse way is faster, and at how many slower, with the best and the worst of
-    them. Where the bounds lie on both sides of 1 it is neither."""
-    faster = [ratio for ratio in ratios if min(ratio.times, ratio.low) > 1]
-    slower = [ratio for ratio in ratios if max(ratio.times, ratio.high) < 1]
-    said = [
-        f"{word} at {len(some)} (at {which} {one.times:.2f} times as fast: {one.what})"
-        for word, which, some, pick in (("faster", "best", faster, max), ("slower", "worst", slower, min))
-        for one in ([pick(some)] if some else [])
-    ]
+    them. ratios: how many times as fast as dense, between which bounds the samples lie, and what it is; where the
+    bounds lie on both sides of 1 it is neither."""
+    faster = [ratio for ratio in ratios if min(ratio[0], ratio[1]) > 1]
+    slower = [ratio for ratio in ratios if max(ratio[0], ratio[2]) < 1]
+    said = []
+    for word, which, some, pick in (("faster", "best", faster, max), ("slower", "worst", slower, min)):
+        if some:
+            times, _, _, what = pick(some)
+            said.append(f"{word} at {len(some)} (at {which} {times:.2f} times as fast: {what})")
     if rest := len(ratios) - len(faster) - len(slower):
         said.append(f"neither at {rest}, where the difference lies within the spread of the samples")
     return ", ".join(said)
@@ -101,7 +83,6 @@ def verdict(ratios: list[Ratio]) -> str:
 
 def said_fast(texts: dict) -> str:
     """Return how fast a model spoke on its planned layers and, where one of them is not dense, beside dense ones.
-
     texts: what `in_turn` returns, and layers: rows of a report."""
     speed = f"{texts['tokens_per_s']:,.0f} tokens a second"
     if all(layer["choice"] == "dense" for layer in texts["layers"]):

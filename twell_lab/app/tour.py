@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import twell_lab as tl
+
 from .. import records
-from ..analysis.profile import FiringProfile, activations, profile
+from ..analysis.profile import activations
 from ..bench import forward
 from ..core import TwellError, write_atomically
 from ..formats import classic, twell
-from ..layers.find import feed_forwards
-from ..ops import functional, reference
+from ..ops import reference
 from ..ops.clock import dtype_for, present_device
 from ..plots import layer_names, tile_of
 from ..training.config import TrainResult
@@ -35,13 +36,13 @@ _QUICK: dict = dict(d_model=64, d_ff=256, heads=2, layers=2, context=32, steps=1
 _QUICK |= dict(log_every=2, eval_every=6, eval_windows=16)
 _DURATION = "about three minutes on two CPU cores, one with a GPU; --quick takes half a minute and says nothing"
 _STEPS = 8
-_TIMED = ("label", "tokens", "dtype", "path", "nnz", "ms", "spread", "dense_ms", "x_dense")
+_TIMED = ("layer", "tokens", "dtype", "path", "nnz", "ms", "spread", "x_dense")
 _PACKED_TOKENS = 2048  # enough for three digits of a share, and packed within seconds on a CPU
 
 
 def run(text: str | None, out: Path, quick: bool) -> records.Record:
-    """Take the tour; return its record. tour.json and index.html are written in its last step, each whole or not at
-    all. The arguments are the command's options. Raises TwellError if packing changed a value."""
+    """Take the tour; return its record. The arguments are the command's options; tour.json and index.html are written
+    in its last step. Raises TwellError if packing changed a value."""
     words = load(text)
     each = 0.02 if quick else 1.0  # seconds for which a size is measured
     began: dict[str, float] = {}  # when each step did
@@ -51,14 +52,15 @@ def run(text: str | None, out: Path, quick: bool) -> records.Record:
         print(f"[{len(began)}/{_STEPS}] {what}", file=sys.stderr, flush=True)
 
     print(f"tour: {_DURATION}", file=sys.stderr)
-    config = replace(TOUR, **(_QUICK if quick else _for_this_machine()), text=words)
+    steps = TOUR.steps if torch.cuda.is_available() else TOUR.steps // 2  # about half a minute on two cores
+    config = replace(TOUR, text=words, **(_QUICK if quick else {"steps": steps}))
     step("train without L1", f"training on {words.name} ({words.size / 1e6:.1f} MB)")
     runs = {WITHOUT: train(replace(config, l1=0.0))}
     step("train with L1", f"training the same model with an L1 penalty of {config.l1:g}")
     sparse = runs[WITH] = train(config)
     step("profile", "profiling the sparse model on held-out text")
     windows = spread_windows(words.split()[1].tokens, config.eval_windows, config.context)[:, :-1]
-    firing = profile(sparse.model, windows.split(32))
+    firing = tl.profile(sparse.model, windows.split(32))
     step("pack", "packing its activations and checking that they come back")
     packing, tile = pack_layers(sparse, spread(windows, _PACKED_TOKENS))
     step("time its layers", "timing its layers, sparse against dense")
@@ -90,15 +92,15 @@ def run(text: str | None, out: Path, quick: bool) -> records.Record:
 
 
 def summary(record: records.Record) -> str:
-    """Return what a tour found, as plain text: the text it read, the two trainings, and the timings."""
+    """Return what a tour found, as plain text: the text it read, the two trainings, the timings, and the speech."""
     tour = record.notes["tour"]
     lines = ["text: {name}, {size:,} bytes, sha256 {sha256}".format(**tour["text"])]
     for label, run in tour["runs"].items():
         fire = f"{run['mean_nnz']:.1f} of {run['config']['d_ff']} neurons fire for a token"
         lines.append(f"trained {label}: {run['validation_bits_per_byte']:.3f} bits per byte of held-out text; {fire}")
-    timed = [{**row, "label": row.get("label") or "LLM size"} for row in record.rows if page.is_sparse(row)]
-    lines.append(records.table(timed, {key: key.replace("_", " ") for key in _TIMED} | {"label": "layer"}))
-    lines.append(f"spoken by the model with L1: {said_fast(tour['texts'])}")
+    timed = [row | {"layer": row.get("label") or "LLM size"} for row in record.rows if page.is_sparse(row)]
+    columns = {key: records.COLUMNS.get(key, key) for key in _TIMED}
+    lines += [records.table(timed, columns), f"spoken by the model with L1: {said_fast(tour['texts'])}"]
     return "\n\n".join([*lines, *["A quick tour: its figures say nothing."] * tour["quick"]])
 
 
@@ -108,36 +110,24 @@ def spread(windows: Tensor, tokens: int) -> Tensor:
 
 
 def pack_layers(sparse: TrainResult, windows: Tensor) -> tuple[dict, dict]:
-    """Pack what the gate of each layer gives on these windows in bfloat16, as that of an LLM would be, check that, and
-    count the bytes of each format. Returns {tokens, dtype, layers: dicts}, and one tile as `plots.tile_of` does."""
-    layers, nearest, shown = [], sys.maxsize, {}
-    for layer in feed_forwards(sparse.model):
+    """Pack what the gate of each layer gives on these windows in bfloat16, as that of an LLM would be, and check that.
+    Returns {tokens, dtype, layers: dicts}, and as `plots.tile_of` one of the fuller tiles of the first layer."""
+    layers: list[dict] = []
+    shown: dict = {}
+    for layer in tl.feed_forwards(sparse.model):
         gate = activations(sparse.model, windows, layer.name)[1].to(torch.bfloat16)
-        packed = functional.pack(gate)
+        packed = tl.pack(gate)
         check_packing(layer.name, gate, packed)
         dense, counts, slots = reference.relu(gate), packed.counts, packed.slots
         sizes = {"dense": dense.nbytes, "CSR": classic.CSR.from_dense(dense).nbytes}
         sizes |= {"ELL": classic.ELL.from_dense(dense).nbytes, "TwELL": packed.nbytes}
-        layers.append(
-            {
-                "layer": layer.name,
-                "tokens": gate.shape[0],
-                "d_ff": gate.shape[1],
-                "tile": packed.tile,
-                "words": packed.words,
-                "nnz": packed.nnz,
-                "slots": counts.numel() * slots,
-                "slots_used": int(counts.clamp(max=slots).sum()),
-                "overflow_rows": packed.overflow_rows.numel(),
-                "tail": packed.tail_value.numel(),
-                "bytes": sizes,
-            }
-        )
-        # The tile to show: the first, in all layers, of those closest to having a third of their slots filled.
-        distance, best = (int(value) for value in (counts - slots // 3).abs().flatten().min(0))
-        if distance < nearest:
-            nearest = distance
-            shown = {"layer": layer.name, **tile_of(packed, *divmod(best, counts.shape[1]))}
+        said = {"layer": layer.name, "tokens": gate.shape[0], "d_ff": gate.shape[1], "nnz": packed.nnz, "bytes": sizes}
+        said |= {"tile": packed.tile, "words": packed.words, "slots": counts.numel() * slots}
+        said |= {"slots_used": int(counts.clamp(max=slots).sum()), "tail": packed.tail_value.numel()}
+        layers.append(said | {"overflow_rows": packed.overflow_rows.numel()})
+        if not shown:
+            fuller = int(counts.flatten().argsort()[int(0.9 * counts.numel())])
+            shown = {"layer": layer.name, **tile_of(packed, *divmod(fuller, counts.shape[1]))}
     return {"tokens": layers[0]["tokens"], "dtype": "bfloat16", "layers": layers}, shown
 
 
@@ -151,7 +141,7 @@ def check_packing(name: str, gate: Tensor, packed: twell.TwELL) -> None:
 def time_layers(sparse: TrainResult, windows: Tensor, seconds: float) -> list[dict]:
     """Return timings of the trained model's own layers on their own inputs, as rows: float32 on a CPU, 16 bits on a
     GPU."""
-    layers = feed_forwards(sparse.model)
+    layers = tl.feed_forwards(sparse.model)
     device = layers[0].up.weight.device
     sizes, dtype = (1, 8, 64, 1024, 8192) if device.type == "cuda" else (1, 8, 64), dtype_for(device)
     # Tokens are drawn at random, because far more neurons fire for the first ones of a window than for the others.
@@ -179,25 +169,16 @@ def time_llm_layer(size: tuple[int, int], seconds: float) -> list[dict]:
     return rows
 
 
-def let_speak(runs: dict[str, TrainResult], windows: Tensor, firing: FiringProfile, tokens: int, rounds: int) -> dict:
-    """Return text from both models after the same held-out bytes; and the speed of the sparse one, one token at a time,
-    with dense layers and with those that a plan chose: {prompt, said: {label: text}, temperature, seed, layers: as
-    `twell_lab.report` describes them, and what `in_turn` returns}."""
+def let_speak(
+    runs: dict[str, TrainResult], windows: Tensor, firing: tl.FiringProfile, tokens: int, rounds: int
+) -> dict:
+    """Return text from both models after the same held-out bytes, and the speed of the sparse one with dense and with
+    planned layers: {prompt, said: {label: text}, temperature, seed, layers: a report's, and what `in_turn` returns}."""
     how: dict = {"temperature": 0.7, "seed": 0}
     prompt, model = windows[len(windows) // 2], runs[WITH].model
     prompt = prompt[: len(prompt) // 2]
     said = {label: speak(result.model, prompt, tokens, how)[0] for label, result in runs.items()}
-    shown = {label: BYTES.decode(ids).decode("utf-8", "replace") for label, ids in (said | {"prompt": prompt}).items()}
     swapped, rows = planned(model, torch.cat([prompt, said[WITH]]).to(model.head.weight.device), firing)
+    start, *shown = (BYTES.decode(ids).decode("utf-8", "replace") for ids in (prompt, *said.values()))
     speeds = in_turn(swapped, model, prompt, tokens, how, rounds)
-    return {"prompt": shown.pop("prompt"), "said": shown, **how, **speeds, "layers": rows}
-
-
-def _for_this_machine() -> dict:
-    """Return with which changes of the config this machine trains within about half a minute: in bfloat16 where a CPU
-    has instructions for it, which is two to three times as fast, otherwise in half the steps."""
-    if present_device(None).type == "cuda":
-        return {}
-    if any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")):
-        return {"dtype": "bfloat16"}
-    return {"steps": TOUR.steps // 2}
+    return {"prompt": start, "said": dict(zip(said, shown, strict=True)), **how, **speeds, "layers": rows}

@@ -113,14 +113,12 @@ def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str
         torch._dynamo.reset()
         ways[rows.COMPILED] = torch.compile(dense, dynamic=False)
         ways[forward.AUTOTUNED] = torch.compile(dense, dynamic=False, mode="max-autotune-no-cudagraphs")
-    makers: dict[str, Callable[[Layer], Callable | None]] = {
-        path: lambda layer, way=way: lambda x: way(x, *layer[1:5]) for path, way in ways.items()
-    }
-    makers |= {path: partial(lambda left, _: next(left), iter(modules)) for path, modules in ours.items()}
-    makers |= {path: file.layer for path, file in rivals.items()}
 
     def entry(path: str) -> rows.Entry:
-        runs = [makers[path](layer) for layer in layers]
+        if path in ways:
+            runs = [lambda x, layer=layer: ways[path](x, *layer[1:5]) for layer in layers]
+        else:
+            runs = ours[path] if path in ours else [rivals[path].layer(layer) for layer in layers]
         if None in runs:
             raise InputError("it is not for such a layer")
         given = [layer._replace(cut=None) for layer in layers] if path in ways else layers
@@ -132,7 +130,8 @@ def case_rows(case: Case, rivals: dict[str, ModuleType], left_out: dict[str, str
         texts = {key: getattr(rivals[path], key) for key, kind in NEEDED.items() if path in rivals and kind is str}
         return call, {"error": error, **texts}
 
-    calls, facts = rows.admit({path: partial(entry, path) for path in makers}, left_out, f"{case.name}, ", [rows.DENSE])
+    entries = {path: partial(entry, path) for path in (*ways, *ours, *rivals)}
+    calls, facts = rows.admit(entries, left_out, f"{case.name}, ", [rows.DENSE])
     samples, bursts = rows.clocked(calls, device, seconds, graphs=True, compiled=True)
     one = lambda values: [ms / len(layers) for ms in values]  # noqa: E731
     shared = rows.of_layer("arena", layers[0].x, case.d_ff, case.name) | {"layers": len(layers)}

@@ -1,9 +1,8 @@
 """Products C = A B, A [m, k] with zeros in it and B [k, n] dense, by every method that skips zeros, beside torch's
 dense product: zeros in patterns, and formats of torch over the density.
 
-A method is measured on unstructured zeros and on the pattern that it was made for. Each result is compared with float64
-before a clock starts, and one that is wrong is not timed: the row of the dense product says which and why. What a
-method has to do for new zeros, its conversion, is timed by itself."""
+A method is measured on unstructured zeros and on the pattern that it was made for. What it has to do for new zeros, its
+conversion, is timed by itself."""
 
 from __future__ import annotations
 
@@ -75,12 +74,9 @@ def scattered(rows: int, columns: int, per_row: int, *, dtype=torch.float32, dev
 
 @dataclass(frozen=True)
 class Method:
-    """A way to compute A B.
-
-    name: the path of its rows. convert: from A [m, k] to what the method multiplies. multiply: of that and B.
-    patterns: those it is measured on. least: from which sparsity on; a naive kernel would take minutes below. gpu:
-    whether only a GPU has it. turned: whether it takes B^T [n, k] and gives C^T [n, m], as a linear layer has them.
-    """
+    """A way to compute A B. convert: from A [m, k] to what the method multiplies. multiply: of that and B. patterns:
+    those it is measured on. least: from which sparsity on; a naive kernel would take minutes below. gpu: whether only a
+    GPU has it. turned: whether it takes B^T [n, k] and gives C^T [n, m], as a linear layer has them."""
 
     name: str
     convert: Callable[[Tensor], object]
@@ -170,11 +166,9 @@ def leading(table: Iterable[dict]) -> list[dict]:
 
 
 def off(c: Tensor, a: Tensor, b: Tensor, dense: Tensor) -> float:
-    """Return the error of the worst of `CHECKED` rows of C = A B over what is allowed (ops.accuracy), against
-    float64."""
+    """Return the error of the worst of `CHECKED` rows of C = A B over what is allowed, against float64."""
     picked = torch.linspace(0, len(a) - 1, min(CHECKED, len(a)), device=a.device).long()
-    exact = a[picked].double() @ b.double()
-    return accuracy.worst_row(c[picked], dense[picked], exact)[0]
+    return accuracy.worst_row(c[picked], dense[picked], a[picked].double() @ b.double())[0]
 
 
 @torch.no_grad()
@@ -189,10 +183,8 @@ def beside(
     conversions: bool = True,
 ) -> list[dict]:
     """Return a row for the dense product A [m, k] times each B [k, n] in turn and one for each method that gives the
-    same here; with `conversions` also one for what each does for new zeros, "part: NAME, conversion".
-
-    Rows say `density` and `nnz`, a row's mean, of A. The dense row has `left_out`, {name: why}: methods that this
-    device does not have, and those whose result was wrong."""
+    same here; with `conversions` also one for what each does for new zeros, "part: NAME, conversion". The dense row has
+    `left_out`, {name: why}: methods that this device does not have, and those whose result was wrong."""
     turned = [b.t().contiguous() for b in bs]
     dense = a @ bs[0]
 
@@ -232,20 +224,17 @@ def product_rows(
 ) -> list[dict]:
     """Return the rows of `beside` of kind "comparison", for the methods that take this pattern and sparsity."""
     a = patterned(pattern, shape.m, shape.k, sparsity, dtype=shape.dtype, device=shape.device)
-    generator = torch.Generator(shape.device).manual_seed(1)
-    normal = partial(torch.randn, shape.k, shape.n, generator=generator, device=shape.device)
-    bs = [normal().to(shape.dtype) for _ in range(clocks.ROTATED)]
+    normal = {"generator": torch.Generator(shape.device).manual_seed(1), "device": shape.device}
+    bs = [torch.randn(shape.k, shape.n, **normal).to(shape.dtype) for _ in range(clocks.ROTATED)]
     chosen = [method for method in methods if method.measured(pattern, sparsity, a.device.type)]
     made = beside(a, bs, chosen, KIND, f"{pattern}, {sparsity:.1%} zeros", shape.seconds)
     return [row | {"pattern": pattern} for row in made]
 
 
 def sections(shape: Shape = Shape()) -> rows.Sections:
-    """Return the steps of the record: one for each pattern and sparsity, the highest sparsities first, which take
-    least."""
-    zeros = sorted(SPARSITIES, reverse=True)
-    cases = [partial(product_rows, pattern, share, shape) for share in zeros for pattern in (*PIECES, NESTED)]
-    return {"products": [partial(product_rows, TWO_FOUR, 0.5, shape), *cases]}
+    """Return the steps of the record: one for each pattern and sparsity, the highest first, which take least."""
+    cases = [(TWO_FOUR, 0.5), *((pattern, share) for share in SPARSITIES[::-1] for pattern in (*PIECES, NESTED))]
+    return {"products": [partial(product_rows, *case, shape) for case in cases]}
 
 
 # ---- formats of torch over the density ----
@@ -254,8 +243,8 @@ def sections(shape: Shape = Shape()) -> rows.Sections:
 def against_density(
     columns: int, width: int, rows: int, densities: list[float], device: str, dtype: torch.dtype, seconds: float = 0.4
 ) -> list[dict]:
-    """Return the rows of `beside` for each of FORMATS at each density, of [rows, columns] times [columns, width], of
-    kind DENSITY; the dense product's path is "dense"."""
+    """Return the rows of `beside` for each of FORMATS at each density, of [rows, columns] times [columns, width]; the
+    dense product's path is "dense"."""
     b = torch.randn(columns, width, generator=torch.Generator(device).manual_seed(1), device=device).to(dtype)
     table = []
     for density in densities:

@@ -1,17 +1,22 @@
 """Time whole generations: transformers' own `generate`, with a cache that grows and with one of a fixed size, beside
-`tl.generate`; each with a dense drawn Llama of the paper's 2B shape, and with it planned. And `tl.generate` alone with
-a drawn Llama of an 8B shape that has SiLU layers, with and without thresholds on the inputs of all its projections."""
+`tl.generate`; each with a dense drawn Llama of the paper's 2B shape, and with it planned. `tl.generate` alone with a
+drawn Llama of an 8B shape that has SiLU layers, with and without thresholds on the inputs of all its projections. And a
+server of many requests: transformers' engine of continuous batching, behind `generate_batch` and `transformers serve`,
+with the 2B shape."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable
+from statistics import median_high
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core import StackError
 from ..layers.find import feed_forwards
 from ..layers.skipping import SkippingLinear
 from ..models.generate import forget, generate
@@ -26,8 +31,6 @@ DENSE = "dense"  # what rows call the model as it is
 EIGHT = ModelConfig(vocabulary=128_256, d_model=4096, layers=32, heads=32, d_ff=14_336, context=2048)
 SPARSITIES = (0.5, 0.65)  # of thresholds
 _SURE = 8  # sequences from which not all can have parted at the first token by chance
-
-
 PROMPT, NEW = 128, 128  # tokens of a prompt, and tokens that are decoded
 BATCHES = (1, 64, 16)  # what says most comes first, should the time not do for all
 ROUNDS = 3
@@ -59,14 +62,10 @@ def decoding_rows(models: Callable[[], dict[str, Any]], size: str, way: str, bat
         if batch >= _SURE and same < 1 / NEW:
             raise clock.WrongResult(f"{way}, {name}, batch {batch}: not even the first tokens are the dense model's")
         path, generation = f"{way}, {name}", lambda turn: call(model, ids, NEW)
-        first = _walls(lambda turn: call(model, ids, 1), ROUNDS + 1)[1:]
-        whole = _walls(generation, ROUNDS)
-        samples[path] = [ms / NEW for ms in whole]
-        facts[path] = {
-            "tokens_per_s": 1e3 * batch * NEW / sorted(whole)[len(whole) // 2],
-            "first_ms": sorted(first)[len(first) // 2],
-            "same": round(same, 4),
-        }
+        first = median_high(_walls(lambda turn: call(model, ids, 1), ROUNDS + 1)[1:])
+        samples[path] = [ms / NEW for ms in _walls(generation, ROUNDS)]
+        rate = 1e3 * batch / median_high(samples[path])
+        facts[path] = {"tokens_per_s": rate, "first_ms": first, "same": round(same, 4)}
         if device.type == "cuda":
             forget(model)  # or what it keeps would not count
             facts[path]["peak_bytes"] = clock.peak_bytes(generation)
@@ -134,3 +133,79 @@ def eight(left_out: dict | None = None, sizes: ModelConfig = EIGHT) -> rows.Sect
         return decoding_rows(lambda: models()(sparsity), "8B SiLU", "tl.generate", 1)
 
     return {f"{cut:.0%}": rows.steps(step, [cut]) for cut in SPARSITIES}
+
+
+# ---- a server ----
+
+REQUESTS, ANSWER = 32, 64  # of a round; tokens of an answer
+RATES = (4.0, 16.0)  # requests a second, on average: they arrive as a Poisson process
+BLOCKS, TOKENS = 64, 1024  # of the engine: blocks of 256 keys and values, and tokens that a step takes at most
+
+
+def serve(manager: Any, prompts: list[list[int]], arrivals: list[float]) -> tuple[list[float], list]:
+    """Hand in each prompt when its time has come, in seconds from now; return, in the order of the prompts, the seconds
+    from arrival to the whole answer, and the answers. StackError where the engine stopped."""
+    begin, numbers, ended = time.perf_counter(), dict[str, int](), dict[int, tuple[float, list[int]]]()
+    while len(ended) < len(prompts):
+        while len(numbers) < len(prompts) and arrivals[len(numbers)] <= time.perf_counter() - begin:
+            numbers[manager.add_request(prompts[len(numbers)], max_new_tokens=ANSWER)] = len(numbers)
+        if (answer := manager.get_result(timeout=0.001)) is not None:
+            number = numbers[answer.request_id]
+            ended[number] = time.perf_counter() - begin - arrivals[number], answer.generated_tokens
+        elif not manager.is_running():
+            raise StackError("transformers' engine of continuous batching stopped")
+    seconds, answers = zip(*(ended[number] for number in range(len(prompts))))
+    return [*seconds], [*answers]
+
+
+def serving_rows(models: dict[str, Any], size: str, rate: float) -> list[dict]:
+    """Return a row for each model: `ms` a token of all answers together, from the first arrival to the last answer, and
+    over all rounds the median and the 99th percentile of the seconds from a request's arrival to its whole answer.
+    WrongResult where not even the first tokens of most answers are the dense model's."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    draw = torch.Generator().manual_seed(0)
+    vocabulary = models[DENSE].config.vocab_size
+    engine = ContinuousBatchingConfig(num_blocks=BLOCKS, max_batch_tokens=TOKENS)
+    samples, waits, first = {name: [] for name in models}, {name: [] for name in models}, dict[str, list]()
+    for rehearsal in (True, *[False] * ROUNDS):  # the rehearsal compiles and captures
+        prompts = torch.randint(0, vocabulary, (REQUESTS, PROMPT), generator=draw).tolist()  # the engine keeps old ones
+        gaps = torch.empty(REQUESTS).exponential_(rate, generator=draw)
+        arrivals = (gaps.cumsum(0) - gaps[0]).tolist()
+        for name, model in models.items():
+            how = GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1, pad_token_id=0)
+            kept = {"continuous_batching_config": engine, "persistent_manager": True}  # the engine stays for all rounds
+            with model.continuous_batching_context_manager(how, **kept) as manager:
+                seconds, answers = serve(manager, prompts, arrivals)
+            if rehearsal:
+                first[name] = [tokens[0] for tokens in answers]
+                continue
+            ends = [arrival + wait for arrival, wait in zip(arrivals, seconds)]
+            samples[name].append(1e3 * max(ends) / (REQUESTS * ANSWER))
+            waits[name] += seconds
+    for model in models.values():
+        model.destroy_cached_continuous_batching_manager()
+    facts = {}
+    for name in models:
+        same = sum(one == two for one, two in zip(first[name], first[DENSE])) / REQUESTS
+        if same < 0.5:
+            raise clock.WrongResult(
+                f"{name}: {same:.0%} of the answers begin as the dense model's: nothing is said of them"
+            )
+        p50, p99 = torch.tensor(waits[name]).quantile(torch.tensor([0.5, 0.99])).tolist()
+        facts[name] = {
+            "tokens_per_s": 1e3 / clock.quartiles(samples[name])[0],
+            "p50_s": p50,
+            "p99_s": p99,
+            "same": same,
+        }
+    sizes = {"requests": REQUESTS, "prompt": PROMPT, "new": ANSWER, "rate": rate}
+    workload = f"drawn {size} Llama, {rate:g} requests a second"
+    return rows.table(rows.about("serving", next(model.parameters()), workload, **sizes), samples, facts, base=DENSE)
+
+
+def serving(left_out: dict | None = None, size: Any = "2B") -> rows.Sections:
+    """Return the steps of the record, one for each rate."""
+    both = functools.cache(lambda: models(size))
+    name = size if isinstance(size, str) else "small"
+    return {"serving": rows.steps(lambda rate: serving_rows(both(), name, rate), RATES)}

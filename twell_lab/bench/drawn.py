@@ -4,8 +4,10 @@ each layer fires as sparsely as asked for. Wherever their times are shown, they 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,14 +16,15 @@ from torch import Tensor, nn
 from .. import core
 from ..analysis.profile import FiringProfile
 from ..core import StackError
+from ..formats.twell import VALUE_DTYPES
 from ..layers.find import feed_forwards
 from ..models.tiny import ModelConfig, parameters
 from ..ops import clock
-from ..training import presets
+from ..training import config as named_sizes
 from .rows import need
 
 SEEN = 4096  # tokens that the biases are set on, and that a profile counts: so many, or two windows
-NAMES = presets.NAMES  # of the sizes that `sizes_of` knows; the last four are the paper's
+NAMES = named_sizes.NAMES  # of the sizes that `sizes_of` knows; the last four are the paper's
 # Of 5,632 neurons: the mean nnz of the first layer of the paper's 2B model, of its last one, and over all layers.
 _D_FF, _LEAST, _MOST, _MEAN = 5632, 2.0, 109.0, 29.0
 
@@ -30,34 +33,12 @@ def sizes_of(size: str | ModelConfig) -> ModelConfig:
     """Return the sizes of this name, with this project's vocabulary, or these themselves. InputError for another name,
     and for a configuration that a Llama does not have."""
     if isinstance(size, str):
-        fields = presets.named(size)
+        fields = named_sizes.named(size)
         sizes = {name: fields[name] for name in ("layers", "d_model", "d_ff", "heads", "context")}
-        return ModelConfig(**sizes, vocabulary=presets.BPE if "tokenizer" in fields else presets.BYTES)
+        return ModelConfig(**sizes, vocabulary=named_sizes.BPE if "tokenizer" in fields else 256)
     what = f"the configuration has gated={size.gated} and activation={size.activation!r}, and a Llama is drawn"
     need(size.gated and size.activation == "relu", what, "gated=True and 'relu', or a model of these sizes")
     return size
-
-
-def nnzs_of(sizes: ModelConfig) -> list[float]:
-    """Return the mean nnz of each layer, the same shares of d_ff as in the paper's 2B model. It rises from the first to
-    the last with that power of the depth that gives the mean over all layers."""
-    share = sizes.d_ff / _D_FF
-    least, most, mean = (share * nnz for nnz in (_MEAN if sizes.layers == 1 else _LEAST, _MOST, _MEAN))
-    low, high, nnzs = 0.01, 100.0, list[float]()
-    for _ in range(60):
-        power = (low + high) / 2
-        nnzs = [least + (most - least) * (i / max(1, sizes.layers - 1)) ** power for i in range(sizes.layers)]
-        low, high = (power, high) if sum(nnzs) > mean * sizes.layers else (low, power)
-    return nnzs
-
-
-def check_room(sizes: ModelConfig, dtype: torch.dtype, copies: int) -> None:
-    """Raise InputError, before anything is built, where so many models and one in float32 are more than this machine's
-    memory."""
-    needed = parameters(sizes) * (copies * dtype.itemsize + (0 if dtype == torch.float32 else 4))
-    there, takes = core.memory() or needed, f"{parameters(sizes) / 1e9:.2g} billion parameters, {copies} times, takes"
-    memory = f"{needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}"
-    need(needed <= there, f"a model of {takes} {memory}", "smaller sizes")
 
 
 def llama(
@@ -68,27 +49,16 @@ def llama(
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
-        raise StackError(
-            "this benchmark times a model of transformers, which is missing: pip install transformers"
-        ) from None
-    fields = dict(
-        hidden_size=sizes.d_model,
-        intermediate_size=sizes.d_ff,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.heads,
-        vocab_size=sizes.vocabulary,
-        max_position_embeddings=sizes.context + 1,
-        hidden_act="relu",
-        mlp_bias=True,
-    )
-    config = LlamaConfig(**fields | changes)
+        raise StackError("a drawn model is one of transformers, which is missing: pip install transformers") from None
+    fields = {"hidden_size": sizes.d_model, "intermediate_size": sizes.d_ff, "num_hidden_layers": sizes.layers}
+    fields |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), sizes.heads)
+    fields |= {"vocab_size": sizes.vocabulary, "max_position_embeddings": sizes.context + 1}
+    config = LlamaConfig(**{**fields, "hidden_act": "relu", "mlp_bias": True, **changes})
     torch.manual_seed(0)
     with torch.device(device):
         model = LlamaForCausalLM(config)
     # As trained models are: a token says more than the mean of the tokens before it. With transformers' own values that
-    # mean, which is nearly the same for all tokens of a sequence, grows from layer to layer, and what fires in one
-    # sequence says little of another.
+    # mean grows from layer to layer, and what fires in one sequence says little of another.
     torch.nn.init.normal_(model.model.embed_tokens.weight)
     for layer in model.model.layers:
         for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -138,13 +108,30 @@ def rates_like(firing: FiringProfile, layers: int, d_ff: int) -> list[Tensor]:
 @torch.no_grad()
 def fired(
     sizes: ModelConfig,
-    device: torch.device | str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-    firing: FiringProfile | None = None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    firing: FiringProfile | str | os.PathLike | None = None,
 ) -> nn.Module:
-    """Return a drawn model whose layers fire as often as those of the paper, or as those of the profile do."""
+    """Return a drawn model whose layers fire as often as those of the paper, or as those of a profile (or a file with
+    one) do. InputError, before anything is built, where this machine's memory is too small for it, a sparse copy and
+    one in float32; a GPU says itself what does not fit."""
+    dtype = dtype or clock.dtype_for(device)
+    need(dtype in VALUE_DTYPES, f"dtype is {dtype!r:.80}", "bfloat16, float16 and float32")
+    firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
+    kind = type(firing).__name__
+    need(isinstance(firing, FiringProfile | None), f"firing is a {kind}", "a FiringProfile or a file's name")
+    needed = parameters(sizes) * (2 * dtype.itemsize + (0 if dtype == torch.float32 else 4))
+    there = core.memory() or needed
+    memory = f"{needed / 2**30:,.1f} GiB of memory, and this machine has {there / 2**30:,.1f}"
+    what = f"a model of {parameters(sizes) / 1e9:.2g} billion parameters, twice, takes {memory}"
+    need(device.type != "cpu" or needed <= there, what, "smaller sizes")
+    if firing is None:  # the share of the neurons rises with the third power of the depth, as in the paper's 2B model
+        depths = [i / max(1, sizes.layers - 1) for i in range(sizes.layers)]
+        shape = [_LEAST + (_MOST - _LEAST) * depth**3 for depth in depths]
+        rates: Sequence[float | Tensor] = [nnz / fmean(shape) * _MEAN / _D_FF * sizes.d_ff for nnz in shape]
+    else:
+        rates = rates_like(firing, sizes.layers, sizes.d_ff)
     model = llama(sizes, device, dtype)
     tokens = torch.randint(0, sizes.vocabulary, (windows_of(sizes.context), sizes.context), device=device)
-    run = functools.partial(model, tokens, use_cache=False, logits_to_keep=1)
-    fire(model, run, nnzs_of(sizes) if firing is None else rates_like(firing, sizes.layers, sizes.d_ff))
+    fire(model, functools.partial(model, tokens, use_cache=False, logits_to_keep=1), rates)
     return model

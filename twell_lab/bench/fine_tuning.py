@@ -20,7 +20,7 @@ from ..models.relufy import relufy
 from ..models.swap import sparsify
 from ..models.tiny import ModelConfig
 from ..ops import clock
-from ..training.callback import SparsityCallback
+from ..training.objective import SparsityCallback
 from ..training.text import source
 from . import drawn, rows
 
@@ -32,10 +32,10 @@ class Recipe(NamedTuple):
 
     sizes: ModelConfig = ModelConfig(d_model=2048, layers=4, heads=16, d_ff=5632, context=512)
     batch: int = 32
-    steps: tuple[int, int] = (300, 500)
+    steps: tuple[int, int] = (300, 1000)
     rates: tuple[float, float] = (4e-4, 2e-4)
-    l1: float = 3e-4
-    warmup: int = 150  # of L1
+    l1: float = 6e-4
+    warmup: int = 300  # of L1
     new: int = 256  # tokens of a generation that is timed
     held_out: int = 256  # windows
 

@@ -1,10 +1,5 @@
 """The forward pass of one layer, dense beside sparse: `ffn` and `layer` for anybody's sizes and layers, and the tables
-of the record `inference`, whose lines are Cases.
-
-Results are checked before any clock starts (rows.compare). Times are device events with a cold L2 cache and rotated
-inputs, the paths in turns (ops.clock.time_cuda), and the wall time of plain calls; for few tokens, and at each of
-COUNTS, also those of CUDA-graph replays. The planner sees other tokens than those that are timed.
-"""
+of the record `inference`, whose lines are Cases. Results are checked before any clock starts (rows.compare)."""
 
 from __future__ import annotations
 
@@ -50,31 +45,26 @@ def ffn(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
-    workload_kind: str = "lognormal",
     compiled: bool = False,
     seconds: float = 2.0,
-    seed: int = 0,
 ) -> Record:
     """Time a gated layer of the given size on a drawn workload, dense beside sparse; returns a Record with a row for
     each path, times in milliseconds.
 
     Args:
         tokens, d_model, d_ff: the sizes of the input and of the layer.
-        nnz: how many neurons fire at a token, on average.
+        nnz: how many neurons fire at a token, on average, at lognormal rates (ops.clock.firing_rates).
         dtype: bfloat16, float16 or float32; by default that of ops.clock.dtype_for.
         device: by default a GPU where there is one.
-        workload_kind: "lognormal" or "uniform": how often single neurons fire (ops.clock.firing_rates).
         compiled: also time torch.compile of the dense layer.
         seconds: how long to measure on a CPU.
-        seed: of the workload.
 
     InputError or DeviceError for a size, nnz, dtype or device that is not accepted; WrongResult where a result does not
     agree with float64: then nothing is timed."""
     rows.check_seconds(seconds)
     device = clock.present_device(device)
-    dtype = dtype or clock.dtype_for(device)
-    dense, inputs = workload(tokens, d_model, d_ff, nnz, workload_kind, dtype, device, seed=seed)
-    return _beside_sparse(dense, inputs, f"independent, {workload_kind}", compiled, seconds)
+    dense, inputs = workload(tokens, d_model, d_ff, nnz, "lognormal", dtype or clock.dtype_for(device), device)
+    return _beside_sparse(dense, inputs, "independent, lognormal", compiled, seconds)
 
 
 def layer(
@@ -106,7 +96,7 @@ def _beside_sparse(dense: nn.Module, inputs: list[Tensor], label: str, compiled:
     if compiled:
         torch._dynamo.reset()
         rivals[COMPILED] = torch.compile(dense)
-    timed = rows.compare("ffn_forward", dense, rivals, inputs, label, seconds=seconds, every_row=False)
+    timed = rows.compare("ffn_forward", dense, rivals, inputs, label, seconds=seconds)
     return Record.new("ffn", "one feed-forward layer, dense beside sparse", timed)
 
 
@@ -134,7 +124,7 @@ def kernel_versions(tokens: int = 16384, nnz: float = 29, *, dtype: torch.dtype 
             return run(down, *rest, down_t, None, len(down_t), TILE, version)
         return run(gated, x, *rest, up, down_t, None, None, TILE, version)
 
-    rows.check(dense, lambda x: launch("gated", packed(x)), inputs[:1], every_row=False)
+    rows.check(dense, lambda x: launch("gated", packed(x)), inputs[:1])
     given = [packed(x) for x in inputs]
     versions = [(kernel, version) for kernel, newest in NEWEST.items() for version in range(1, newest + 1)]
     calls = {f"{kernel}_v{n}": over(partial(launch, kernel, version=n), given) for kernel, n in versions}
@@ -171,7 +161,7 @@ def gate_rows(nnz: float) -> list[dict]:
 
 # ---- the workloads of the tables of layers, in inference and in training ----
 
-TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
+TOKENS, D_FF = 16384, 5632
 COUNTS = (1, 16, 64, 256, 2048, 16384, 131072)  # tokens at which calls are timed in every way
 
 
@@ -179,10 +169,9 @@ COUNTS = (1, 16, 64, 256, 2048, 16384, 131072)  # tokens at which calls are time
 class Case:
     """A drawn gated layer (ops.clock.workload) with its inputs, on a GPU where there is one.
 
-    label: the name of the workload; by default it says how the neurons fire. heavy: in how many rows
-    of each input, spread evenly, more neurons fire than were drawn. fires: how many more, drawn at random; `in_tile`:
-    the first of one tile. graphs: whether calls are timed as CUDA graphs, which few tokens are anyway. autotuned:
-    whether kernels that torch.compile picked by timing them are timed beside, in inference."""
+    label: the name of the workload; by default it says how the neurons fire. heavy: in how many rows of each input,
+    spread evenly, more neurons fire than were drawn. fires: how many more, drawn at random. graphs: whether calls are
+    timed as CUDA graphs, which few tokens are anyway. autotuned: whether AUTOTUNED is timed beside, in inference."""
 
     tokens: int = 16384
     nnz: float = 29
@@ -192,7 +181,6 @@ class Case:
     label: str = ""
     heavy: int = 0
     fires: int = 0
-    in_tile: bool = False
     graphs: bool = False
     autotuned: bool = False
     dtype: torch.dtype = torch.bfloat16
@@ -212,8 +200,7 @@ class Case:
         for x, like in zip(inputs, seen):
             x[:, 0] = like[0, 0]
         if self.heavy:
-            at_random = torch.randperm(self.d_ff, generator=torch.Generator().manual_seed(self.heavy))
-            neurons = torch.arange(TILE, TILE + self.fires) if self.in_tile else at_random[: self.fires]
+            neurons = torch.randperm(self.d_ff, generator=torch.Generator().manual_seed(self.heavy))[: self.fires]
             tokens = torch.arange(self.heavy, device=device) * self.tokens // self.heavy
             for x in (*inputs, *seen):
                 x[:, 1] = 0

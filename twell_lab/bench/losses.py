@@ -1,8 +1,7 @@
 """What two methods cost in the loss of models that are trained here, on the text of the standard library: pruned
 weights, in bits a byte, and thresholds, beside the time of a step of decoding.
 
-Whatever is compared begins with the same weights and reads the same windows. A lossy row says `loss` in nats a token of
-held-out text and `loss_change`, of the change against the dense model low, mean and high."""
+Whatever is compared begins with the same weights and reads the same windows."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ from ..training.config import TrainConfig
 from ..training.loop import autocast, initial_model, train
 from ..training.objective import bits_per_byte, cross_entropy
 from ..training.text import source
-from ..training.text.source import load_any
+from ..training.text.source import load
 from . import rows
 from .rows import DENSE
-from .workloads import PLACES, Causal, Tokens, check_cut, decode, layer_errors
+from .workloads import PLACES, Causal, Workload, check_cut, layer_errors
 
 _PRUNED = {"d_model": 128, "layers": 2, "heads": 4, "d_ff": 512, "context": 64, "batch": 8, "steps": 300, "lr": 2e-3}
 PRUNED = TrainConfig(**_PRUNED, eval_windows=128)  # for a CPU: two minutes on two cores
@@ -55,11 +54,9 @@ def _backward(model: nn.Module, windows: Tensor, dtype: str) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of pruning, by default none.
-
-    name: of the rows. mask: from a weight and a sparsity to what stays; it is pruned at once, and what is left trains
-    on. gradual: more and more goes in the first two thirds of the training, all weights learning. l1: instead of a
-    mask, zeros are trained in by the proximal step of L1 in the first half, and stay."""
+    """One way of pruning, by default none. mask: from a weight and a sparsity to what stays; it is pruned at once, and
+    what is left trains on. gradual: more and more goes in the first two thirds of the training, all weights learning.
+    l1: instead of a mask, zeros are trained in by the proximal step of L1 in the first half, and stay."""
 
     name: str
     mask: Callable[[Tensor, float], Tensor] | None = None
@@ -94,7 +91,7 @@ class Trained:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.model = config, train(config, progress=False).model
-        self.device, self.text = next(self.model.parameters()).device, load_any(config.text)
+        self.device, self.text = next(self.model.parameters()).device, load(config.text)
         self.seen, held_out = (part.tokens for part in self.text.split())
         self.held_out = source.spread_windows(held_out, config.eval_windows, config.context).to(self.device)
 
@@ -102,13 +99,13 @@ class Trained:
         """Return bits a byte of held-out text."""
         bits = bits_per_byte(model.eval(), self.held_out)
         model.train()
-        return bits
+        return round(bits, 5)
 
 
 def way_rows(trained: Trained, way: Way) -> list[dict]:
     """Return one row: `bits_before` and `bits_after` the training, `sparsity` of the pruned layers (all but the head)
-    afterwards; ms: the wall time of a training step. Of a gradual way bits_before is that of as many zeros put in at
-    once, of one with L1 that when the zeros are in place, half of the steps being done."""
+    afterwards; ms: the wall time of a step. Of a gradual way bits_before is that of as many zeros put in at once, of
+    one with L1 that when the zeros are in place, half of the steps being done."""
     config, samples = trained.config, list[float]()
     steps, lr = round(TRAINED_ON * config.steps), SLOWER * config.lr
     model = copy.deepcopy(trained.model).train().requires_grad_(True)
@@ -142,15 +139,10 @@ def way_rows(trained: Trained, way: Way) -> list[dict]:
     masks = [layer.mask if isinstance(layer, SparseLinear) else layer.weight != 0 for layer in _linear(model)]
     workload = f"training step, trained on {trained.text.name}"
     shared = rows.about("pruning", weights[0], workload, tokens=config.batch * config.context, **rows.sizes_of(config))
-    facts = {
-        "dtype": config.dtype,
-        "seed": config.seed,
-        "steps": steps,
-        "sparsity": round(1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks), 6),
-        "bits_before": round(before, 5),
-        "bits_after": round(trained.bits(model), 5),
-    }
-    return rows.table(shared | facts, {way.name: samples}, base=None)
+    zeros = 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+    shared |= {"dtype": config.dtype, "seed": config.seed, "steps": steps, "sparsity": round(zeros, 6)}
+    shared |= {"bits_before": before, "bits_after": trained.bits(model)}
+    return rows.table(shared, {way.name: samples}, base=None)
 
 
 def _prune(model: nn.Module, mask: Callable[[Tensor], Tensor], **how: str) -> None:
@@ -177,41 +169,39 @@ CUT_SPARSITIES = (0.3, 0.5, 0.7, 0.9)  # of what each method cuts
 
 
 class Calibrated:
-    """A model with SiLU layers that a config trained, float32, in evaluation mode; held-out windows, int64
-    [eval_windows, context]; and by method what its layers did on some of the text that it was trained on."""
+    """A model with SiLU layers (TrainConfig's have a ReLU), trained with a linear warm-up and a cosine after it, in
+    evaluation mode; held-out windows; and by method what its layers did on some of the text that it has read."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.text, context = config, source.standard_library(), config.context
-        device = clock.present_device(config.device)
-        seen, self.held_out = (part.tokens.to(device) for part in self.text.split())
-        self.windows = source.spread_windows(self.held_out, config.eval_windows, context)[:, :-1]
-        self.model = _with_silu(config, seen)
+        device, draw = clock.present_device(config.device), torch.Generator().manual_seed(config.seed)
+        seen, held_out = (part.tokens.to(device) for part in self.text.split())
+        self.windows = source.spread_windows(held_out, config.eval_windows, context)[:, :-1]
+        self.model = initial_model(config).to(device)
+        for layer in feed_forwards(self.model):
+            layer.module.act_fn = nn.SiLU()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=(0.9, 0.95))
+        steps = config.steps
+        rate = lambda step: min(10 * (step + 1) / steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))  # noqa: E731
+        slope = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        for _ in range(steps):
+            windows = source.random_windows(seen, config.batch, context, draw).to(device)
+            _backward(self.model, windows, config.dtype)
+            optimizer.step()
+            slope.step()
+        self.model.eval().requires_grad_(False)
         batches = source.spread_windows(seen, max(1, config.eval_windows // 8), context)[:, :-1].split(8)
         self.calibration = {
             way: calibrate(self.model, batches, method=way.split()[0], attention="attention" in way) for way in PATHS
         }
 
 
-def _with_silu(config: TrainConfig, text: Tensor) -> nn.Module:
-    """Return a SiLU model trained with a linear warm-up and a cosine after it; TrainConfig's models have a ReLU."""
-    model, draw = initial_model(config).to(text.device), torch.Generator().manual_seed(config.seed)
-    for layer in feed_forwards(model):
-        layer.module.act_fn = nn.SiLU()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95))
-    rate = lambda step: min(10 * (step + 1) / config.steps, 0.5 + 0.5 * math.cos(math.pi * step / config.steps))  # noqa: E731
-    slope = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    for _ in range(config.steps):
-        _backward(model, source.random_windows(text, config.batch, config.context, draw).to(text.device), config.dtype)
-        optimizer.step()
-        slope.step()
-    return model.eval().requires_grad_(False)
-
-
 @torch.no_grad()
 def cut_rows(trained: Calibrated, method: str, sparsity: float) -> list[dict]:
     """Return the rows of a step of decoding one sequence in bfloat16, behind half a context: the model with thresholds
-    of this sparsity, dense and on kernels, beside the one without. WrongResult where the kernels compute something else
-    than the dense layers."""
+    of this sparsity, dense and on kernels, beside the one without. They say `loss` in nats a token of held-out text and
+    `loss_change`, of the change against the dense model low, mean and high. WrongResult where the kernels compute
+    something else than the dense layers."""
     config, path = trained.config, SPARSE[method]
     chosen = trained.calibration[method].at(sparsity)
     cost = chosen.loss(trained.model, trained.windows)
@@ -226,11 +216,11 @@ def cut_rows(trained: Calibrated, method: str, sparsity: float) -> list[dict]:
     says |= {"dense_loss": round(cost.dense, 5), "loss": round(cost.thresholded, 5)}
     says["loss_change"] = [round(change, 5) for change in (cost.low, cost.change, cost.high)]
     causal = {name: Causal(model) for name, model in models.items()}
-    tokens = Tokens(plain.config.vocabulary, trained.windows.device, trained.held_out.long())
-    work = decode(tokens, causal[DENSE], 1, config.context // 2)
-    sizes = {"tokens": 1, **rows.sizes_of(plain.config), "nnz": round(config.d_ff * fmean(density), 2), **work.says}
-    sizes["parameters"] = sum(weight.numel() for weight in plain.parameters())
-    label = f"{method.upper()} {sparsity:.0%}, {work.label}, SiLU trained on {trained.text.name}"
+    ids = trained.windows[:1, : (cached := config.context // 2)]
+    work = Workload(ids[None], kept=causal[DENSE].keep(ids[:, :-1]))
+    sizes = {"tokens": 1, **rows.sizes_of(plain.config), "nnz": round(config.d_ff * fmean(density), 2)}
+    sizes |= {"cached": cached, "parameters": sum(weight.numel() for weight in plain.parameters())}
+    label = f"{method.upper()} {sparsity:.0%}, decode step, batch 1, SiLU trained on {trained.text.name}"
     shared = rows.about("thresholds", next(plain.parameters()), label, **sizes)
     calls: rows.Calls = {name: work.makes(model) for name, model in causal.items()}
     facts = {CUT: says, path: says | {"layer_over_allowed": worst}}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -28,7 +28,7 @@ from ..sparsities.padding import add_padding, remove_padding
 from ..sparsities.predictors import LowRank, PredictedFFN
 from ..sparsities.quantised import output_error
 from . import comparison, rows
-from .comparison import CHECKED, TILED
+from .comparison import TILED
 
 DENSE, PACKED, SPLIT, TILES = "dense", "packed (TwELL)", "hot and cold", TILED
 EXPERTS, PREDICTED = "experts (another layer)", "predictor (lossy), at its best"
@@ -40,7 +40,6 @@ _EXPERTS = 32  # that a layer's neurons are cut into, for the map
 OFF = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}  # of the dense result, at most
 REMOVED, ALONE = "padding removed", "real tokens alone"
 LAYERS, REAL = (1, 8), (0.25, 0.5, 0.75, 1.0)  # of padded batches: layers one after another, real tokens
-WHOLE = "all experts as one dense layer"
 TOP_K = 2  # experts that a token takes
 
 
@@ -53,7 +52,6 @@ class Sizes:
     d_ff: int = 5632
     tokens: tuple[int, ...] = (1, 64, 2048, 16384)
     sequences: int = 64
-    expert_d_ff: int = 1408
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
     seconds: float = 1.0
@@ -62,15 +60,15 @@ class Sizes:
 def sizes_for(device: str) -> Sizes:
     """Return the sizes for a GPU or, of a smaller layer whose weights are still too many for most caches, a CPU."""
     if device == "cuda":
-        return replace(Sizes(), dtype=clock.dtype_for(device))
-    return Sizes(1024, 4096, (1, 8, 32, 128), 8, 1024, torch.float32, device, 0.3)
+        return Sizes(dtype=clock.dtype_for(device))
+    return Sizes(1024, 4096, (1, 8, 32, 128), 8, torch.float32, device, 0.3)
 
 
-def drawn(share: float, sizes: Sizes, tokens: int | None = None) -> tuple[GatedFeedForward, Tensor]:
+def drawn(share: float, sizes: Sizes, tokens: int) -> tuple[GatedFeedForward, Tensor]:
     """Return a gated layer whose neurons fire at lognormal rates, the busiest first, and an input [tokens, d_model]."""
-    rates = clock.firing_rates(sizes.d_ff, share * sizes.d_ff).sort(descending=True).values
-    at = (tokens or sizes.tokens[-1], sizes.d_model, sizes.dtype, sizes.device)
-    layer, inputs = clock.drawn(rates, *at, shrink=(share * sizes.d_ff) ** 0.5)
+    rates, shrink = clock.firing_rates(sizes.d_ff, share * sizes.d_ff), (share * sizes.d_ff) ** 0.5
+    at = (tokens, sizes.d_model, sizes.dtype, sizes.device)
+    layer, inputs = clock.drawn(rates.sort(descending=True).values, *at, shrink=shrink)
     return layer, inputs[0]
 
 
@@ -103,39 +101,30 @@ def by_stripes(layer: GatedFeedForward, down_t: Tensor, x: Tensor, height: int =
     return torch.cat(made)
 
 
-def _methods(layer: GatedFeedForward, share: float) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the methods by name. Experts there are where this share of them is one at least."""
-    weight = layer.up_proj.weight
-    d_ff, d_model = weight.shape
-    guess = LowRank(d_model, d_ff, RANK).to(weight.device, weight.dtype).requires_grad_(False)
-    (ffn,) = feed_forwards(nn.Sequential(layer))
-    calls: dict[str, Callable[[Tensor], Tensor]] = {
-        DENSE: layer,
-        PACKED: swapped(layer, Choice("twell")),
-        SPLIT: swapped(layer, Choice("hot_cold", STEP)),
-        TILES: functools.partial(by_stripes, layer, layer.down_proj.weight.t().contiguous()),
-        PREDICTED: PredictedFFN(ffn, guess, max(1, round(share * d_ff))),
-    }
-    if (top := round(share * _EXPERTS)) >= 1:
-        of = {"activation": "relu", "device": weight.device, "dtype": weight.dtype}
-        calls[EXPERTS] = ExpertsLayer(d_model, d_ff // _EXPERTS, _EXPERTS, top, **of)
-    return calls
-
-
 @torch.no_grad()
 def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
     """Return rows of kind "map": a layer at one share of firing neurons and each number of tokens, by each method. The
-    `share` is that asked for, `nnz` what fires."""
-    layer, x = drawn(share, sizes)
-    methods, made = _methods(layer, share), []
+    `share` is that asked for, `nnz` what fires. Experts there are where this share of them is one at least."""
+    layer, x = drawn(share, sizes, sizes.tokens[-1])
+    guess = LowRank(sizes.d_model, sizes.d_ff, RANK).to(x).requires_grad_(False)
+    (ffn,) = feed_forwards(nn.Sequential(layer))
+    methods: dict[str, Callable[[Tensor], Tensor]] = {
+        rows.DENSE: layer,
+        PACKED: swapped(layer, Choice("twell")),
+        SPLIT: swapped(layer, Choice("hot_cold", STEP)),
+        TILES: functools.partial(by_stripes, layer, layer.down_proj.weight.t().contiguous()),
+        PREDICTED: PredictedFFN(ffn, guess, max(1, round(share * sizes.d_ff))),
+    }
+    if (top := round(share * _EXPERTS)) >= 1:
+        like = {"activation": "relu", "device": x.device, "dtype": x.dtype}
+        methods[EXPERTS] = ExpertsLayer(sizes.d_model, sizes.d_ff // _EXPERTS, _EXPERTS, top, **like)
+    made = []
     for tokens in sizes.tokens:
         some = x[:tokens].contiguous()
-        y = layer(some)
         for method in (PACKED, SPLIT, TILES):
-            check_close(method, methods[method](some), y)
+            check_close(method, methods[method](some), layer(some))
         # Of more than one token the predictor computes all, and masks.
-        there = {name: call for name, call in methods.items() if name != PREDICTED or tokens == 1}
-        calls = {rows.DENSE if name == DENSE else name: rows.over(call, [some]) for name, call in there.items()}
+        calls = {name: rows.over(methods[name], [some]) for name in methods if name != PREDICTED or tokens == 1}
         said = rows.describe("map", [some], layer.gate_proj.weight, f"drawn gated layer, {share:.2%} fire")
         made += rows.measured(said | {"share": share}, calls, seconds=sizes.seconds, rounds=10)
     return made
@@ -180,17 +169,13 @@ def proportions(table: Iterable[dict]) -> list[tuple[int, float, float | None]]:
     """Return, for each number of layers in rows of kind "padding" of one device and size, how far the time without
     padding is from the dense layers' time for all tokens times the share of real ones, where it is furthest; and the
     same of as many tokens alone, there."""
-    padded = [row for row in table if row["kind"] == "padding" and row["real"]]
-    made = []
+    padded, made = [row for row in table if row["kind"] == "padding" and row["real"]], []
     for layers in sorted({row.get("layers", 1) for row in padded}):
-        paths: dict[str, dict[float, float]] = {rows.DENSE: {}, REMOVED: {}, ALONE: {}}
-        for row in padded:
-            if row.get("layers", 1) == layers:
-                paths[row["path"]][row["real"] / row["tokens"]] = row["ms"]
-        dense = fmean(paths[rows.DENSE].values())
-        off = {path: {share: ms / share / dense - 1 for share, ms in own.items()} for path, own in paths.items()}
-        worst = max(off[REMOVED], key=lambda share: abs(off[REMOVED][share]))
-        made.append((layers, off[REMOVED][worst], off[ALONE].get(worst)))
+        mine = [row for row in padded if row.get("layers", 1) == layers]
+        dense = fmean(row["ms"] for row in mine if row["path"] == rows.DENSE)
+        off = {(row["path"], row["real"]): row["ms"] * row["tokens"] / row["real"] / dense - 1 for row in mine}
+        _, real = max((key for key in off if key[0] == REMOVED), key=lambda key: abs(off[key]))
+        made.append((layers, off[REMOVED, real], off.get((ALONE, real))))
     return made
 
 
@@ -198,41 +183,27 @@ def proportions(table: Iterable[dict]) -> list[tuple[int, float, float | None]]:
 
 
 @torch.no_grad()
-def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False) -> list[dict]:
-    """Return rows of kind "experts": a mixture of so many in every way that computes it, and one dense layer of all
-    their neurons (`WHOLE`), beside the loop over dense layers. crowded: all tokens take the same experts, and not those
-    that a random router chooses."""
+def experts_rows(experts: int, d_ff: int, sizes: Sizes = Sizes(), *, crowded: bool = False) -> list[dict]:
+    """Return rows of kind "experts": a mixture of so many of d_ff neurons in every way that computes it, beside the
+    loop over dense layers. crowded: all tokens take the same experts, and not those that a random router chooses."""
     torch.manual_seed(0)
     like = {"device": sizes.device, "dtype": sizes.dtype}
-    layer = ExpertsLayer(sizes.d_model, sizes.expert_d_ff, experts, TOP_K, **like)
-    xs = [
-        torch.randn(sizes.tokens[-1], sizes.d_model, device=sizes.device).to(sizes.dtype) for _ in range(clock.ROTATED)
-    ]
-    routed = [(x, *layer.route(x)) for x in xs]
-    if crowded:
-        same = torch.arange(TOP_K, device=sizes.device).expand(len(xs[0]), -1)
-        routed = [(x, same, weights) for x, _, weights in routed]
-    gate, up = (part.flatten(0, 1) for part in layer.experts.gate_up_proj.chunk(2, 1))
-    down = layer.experts.down_proj.transpose(0, 1).flatten(1)
+    layer, routed = ExpertsLayer(sizes.d_model, d_ff, experts, TOP_K, **like), []
+    for _ in range(clock.ROTATED):
+        x = torch.randn(sizes.tokens[-1], sizes.d_model, device=sizes.device).to(sizes.dtype)
+        chosen, weights = layer.route(x)
+        routed.append((x, torch.arange(TOP_K, device=x.device).expand_as(chosen) if crowded else chosen, weights))
 
     def by(way: str, given: tuple) -> Tensor:
         layer.experts.way = way
         return layer.experts(*given)
 
-    def whole(x: Tensor) -> Tensor:
-        return F.linear(layer.experts.act_fn(F.linear(x, gate)) * F.linear(x, up), down)
-
-    ways = {way: functools.partial(by, way) for way in WAYS}
-    loop = ways.pop("loop")
-    calls = {rows.DENSE: rows.over(loop, routed)}
-    for way, call in ways.items():
-        check_close(way, call(routed[0]), loop(routed[0]))
-        calls[way] = rows.over(call, routed)
-    few = xs[0][:CHECKED]
-    everybody = torch.arange(experts, device=few.device).expand(len(few), -1)
-    check_close(WHOLE, whole(few), loop((few, everybody, torch.ones_like(everybody, dtype=few.dtype))))
-    calls[WHOLE] = rows.over(whole, xs)
-    shared = rows.of_layer("experts", xs[0], sizes.expert_d_ff, f"{experts} experts, {TOP_K} a token")
+    right = by("loop", routed[0])
+    for way in WAYS:
+        check_close(way, by(way, routed[0]), right)
+    calls = {way: rows.over(functools.partial(by, way), routed) for way in WAYS}
+    calls = {rows.DENSE: calls.pop("loop"), **calls}
+    shared = rows.of_layer("experts", routed[0][0], d_ff, f"{experts} experts, {TOP_K} a token")
     shared |= {"experts": experts, "density": TOP_K / experts}
     return rows.measured(shared, calls, seconds=sizes.seconds)
 
@@ -240,7 +211,5 @@ def experts_rows(experts: int, sizes: Sizes = Sizes(), *, crowded: bool = False)
 def sections(left_out: dict | None = None, sizes: Sizes | None = None) -> rows.Sections:
     """Return the steps of the record of all comparisons that are recorded, those of products first."""
     sizes = sizes or sizes_for("cuda")
-    return comparison.sections() | {
-        "padding": [functools.partial(padding_rows, share, layers, sizes) for layers in LAYERS for share in REAL],
-        "map": rows.steps(map_rows, SHARES, [sizes]),
-    }
+    padded = [functools.partial(padding_rows, share, layers, sizes) for layers in LAYERS for share in REAL]
+    return comparison.sections() | {"padding": padded, "map": rows.steps(map_rows, SHARES, [sizes])}

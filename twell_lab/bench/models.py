@@ -10,19 +10,21 @@ import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from ..analysis import planner
-from ..analysis.plan import Plan
+from ..analysis.planner import Plan
 from ..analysis.profile import FiringProfile, captured, profile
+from ..core import TwellError
 from ..formats.twell import VALUE_DTYPES
 from ..layers.activations import is_threshold
 from ..layers.choice import LOSSY, Choice
@@ -35,8 +37,8 @@ from ..models.tiny import ModelConfig, check_whole
 from ..ops import clock as timing
 from ..records import Record
 from . import drawn, rows, training, workloads
-from .rows import COMPILED, DENSE, Entry, need
-from .workloads import Causal, Clocks, Tokens, Workload, compared_part, layer_errors
+from .rows import COMPILED, DENSE, Calls, Entry, need
+from .workloads import LONGEST, Causal, Workload
 
 SIZES = drawn.NAMES[-4:]  # the paper's
 RECORD = "bench-model"  # what a record of `model`, and of one of these sizes, is called
@@ -44,8 +46,7 @@ PLANNED, FOR_GRAPHS = "planned", "planned for graphs"
 FORCED = "forced "  # what comes before the name of a path that all layers take
 COMPILED_TOO = " compiled"  # what follows the name of a sparse model that is compiled
 CACHED = 512  # tokens of each sequence, the new one among them, in a step of decoding
-LONGEST = 2048  # tokens of a sequence at most
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes of token ids
+PROFILED, PLANNED_ON, MEASURED = (0.0, 0.25), (0.25, 0.5), (0.5, 1.0)  # parts of a text: what each is for
 
 
 def model(
@@ -59,50 +60,48 @@ def model(
     compiled: bool = False,
     graphs: bool = False,
     training: bool = False,
-    cached: int | None = None,
     seconds: float | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> Record:
     """Time a causal language model, dense beside sparse: forwards and steps of decoding with a cache, each with the LM
-    head and without it, and steps of training. On a GPU also peak memory, and energy where nvidia-ml-py is installed.
-
-    Copies of the model are swapped. Before any clock starts, results are compared with those of a float32 run; of a
-    model with thresholds (CATS, TEAL, FATReLU) each layer is compared with the dense one.
+    head and without it. Copies of the model are swapped. Before any clock starts, results are compared with those of a
+    float32 run; of a model with thresholds (CATS, TEAL, FATReLU) each layer is compared with the dense one.
 
     Args:
         model: one of transformers or this project's, dense and in evaluation mode, as `tl.load` gives it; or sizes: a
-            ModelConfig, or a name of twell_lab.training.presets, among them the paper's "0.5B", "1B", "1.5B" and "2B".
+            ModelConfig, or a name of twell_lab.training.config, among them the paper's "0.5B", "1B", "1.5B" and "2B".
             Of sizes a Llama with random weights is drawn, in which as large a share of the neurons fires as the paper
             reports (0.5%): rows call it drawn.
         tokens: of each forward: up to the model's context (2,048 at most), or a multiple of it, which is that many
             sequences. By default one sequence.
-        batches: of the steps of decoding; on a GPU each step is also captured as a CUDA graph. () for no decoding.
+        batches: of the steps of decoding behind up to 511 tokens; on a GPU each step is also captured as a CUDA graph.
+            () for no decoding.
         text: token ids, int64 [length], on which neurons fire as they really do; by default random ones. The first half
             is profiled and planned on, the rest is measured.
         firing: of a drawn model: a profile of a trained one, or the name of a file with one, as whose neurons its own
             then fire, layer by layer at the same relative depth, though independently.
         plan: what the layers do, as for `tl.sparsify`: a Plan, the name of a file with one, a Choice, or the name of a
-            path, which all layers take: rows have its error, which of a lossy one is never too large, and of a text the
-            loss. By default the layers are planned here, for these numbers of tokens.
-        compiled: also time both models under torch.compile. What cannot be compiled is left out; the notes say why.
+            path, which all layers take; a lossy one is timed whatever its error. By default the layers are planned
+            here, for these numbers of tokens.
+        compiled: also time both models under torch.compile.
         graphs: on a GPU, also time forwards of up to 16,384 tokens as CUDA graphs, and a model that is planned for
             these, which is the one that is compiled.
         training: also time a training step on the fewest of `tokens` above 1, dense and as twell-lab train would.
-        cached: tokens of each sequence in a step of decoding, the new one among them; by default 512, or the context.
         seconds: for how long each workload is timed on a CPU, by default 1; on a GPU, for how many seconds the energy
-            of each path is read, by default 3; 0 for no energy.
+            of each path is read, by default 3, where nvidia-ml-py is installed; 0 for no energy.
         device, dtype: of a drawn model; by default a GPU where there is one, and the dtype of ops.clock.dtype_for.
         progress: show a bar on stderr, if that is a terminal.
 
     Returns:
-        A Record with rows of kind "model_forward" and "model_decode" (tokens: the batch), and "model_training". Beside
-        what rows of layers have: `head`, `tokens_per_ms` or `tokens_per_s` of plain calls, `choice` (what the layers
-        run), `error` (of results against a float32 run), `layer_error` (of a layer's output, on average, where a path
-        was named), `loss` (of forwards with the head, on a text); on a GPU `peak_bytes`, and `mj_per_token` (of graphs
-        where there are any). Its notes say under "energy" why there is none, and under "left_out" what does not run
-        here. An interruption (Ctrl-C) ends it with the rows that there are.
+        A Record with rows of kind "model_forward", "model_decode" (tokens: the batch) and "model_training". Beside what
+        rows of layers have: `head`, `tokens_per_ms` or `tokens_per_s` of plain calls, `choice` (what the layers run),
+        `error` (of results against a float32 run), `layer_error` (of a layer's output, on average, where a path was
+        named), `loss` (of forwards with the head, on a text); on a GPU `peak_bytes`, `gpu_ms` (of the call as a CUDA
+        graph: events around a call that waits for the host hold the waiting too), and `mj_per_token` (of graphs where
+        there are any). Its notes say under "energy" why there is none, and under "left_out" what does not run here, as
+        what cannot be compiled. An interruption (Ctrl-C) ends it with the rows that there are.
 
     Raises:
         InputError: for a model or an argument that is not accepted, a plan of another model, a path that does not take
@@ -125,111 +124,121 @@ def model(
                 bar.set_postfix_str(label, refresh=False)
                 try:
                     table += step()
+                except torch.OutOfMemoryError as error:
+                    what = str(error).partition(". ")[0]
+                    bench.left_out[label] = f"it does not fit into the GPU's memory: {what}"
                 except KeyboardInterrupt:
                     if not table:
                         raise
                     bench.left_out |= {label: "interrupted" for label, _ in steps[done:]}
                     break
+                finally:
+                    torch.cuda.empty_cache()
     notes: dict[str, object] = {"left_out": bench.left_out} if bench.left_out else {}
-    if bench.clocks.no_energy or not bench.clocks.seconds:
-        notes["energy"] = bench.clocks.no_energy or "it was not asked for"
+    if bench.no_energy:
+        notes["energy"] = bench.no_energy
     return Record.new(RECORD, "a whole model, dense beside sparse", table, notes)
 
 
 class Bench:
     """A causal language model, and swapped copies of it, which are made when rows of them are asked for. Arguments are
-    those of `model`, and about: what rows call the model, by default the name of its type; left_out: a dict that takes
-    what does not run, and why.
+    those of `model`, and left_out: a dict that takes what does not run, and why.
 
     works: kind, tokens and whether they have the LM head, of all forwards and steps of decoding. sparse: the models
     that follow plans, by path."""
 
-    def __init__(
-        self, subject: nn.Module | ModelConfig | str, *, about: str = "", left_out: dict | None = None, **how: Any
-    ) -> None:
+    def __init__(self, subject: nn.Module | ModelConfig | str, *, left_out: dict | None = None, **how: Any) -> None:
         bound = inspect.signature(model).bind(subject, **how)
         bound.apply_defaults()
         asked = SimpleNamespace(**bound.arguments)
         self.left_out: dict[str, str] = {} if left_out is None else left_out
         steps = _counts("batches", asked.batches)
-        if isinstance(subject, ModelConfig) or isinstance(subject, str) and subject in drawn.NAMES:
-            sizes = drawn.sizes_of(subject)
-            place = timing.present_device(asked.device)
-            make = _drawing(sizes, place, asked.dtype, asked.firing)
-            name = model_name(subject) if isinstance(subject, str) else "drawn Llama"
-            about = about or name + " firing as profiled" * (asked.firing is not None)
-            vocabulary, context = sizes.vocabulary, sizes.context
+        sizes = drawn.sizes_of(subject) if isinstance(subject, ModelConfig) or subject in drawn.NAMES else None
+        if sizes is not None:
+            place, vocabulary, context = timing.present_device(asked.device), sizes.vocabulary, sizes.context
+            self.about = model_name(subject) if isinstance(subject, str) else "drawn Llama"
+            self.about += " firing as profiled" * (asked.firing is not None)
         else:
-            dense = _checked(subject, asked)
-            make, place = lambda: dense, next(dense.model.parameters()).device
-            about, (vocabulary, context) = about or type(subject).__name__, dense.sizes
+            self.dense, self.about = _checked(subject, asked), type(subject).__name__
+            place = next(subject.parameters()).device
+            vocabulary, context = self.dense.vocabulary, self.dense.context
         length = min(context, LONGEST)
         counts = [length] if asked.tokens is None else _counts("tokens", asked.tokens)
         for count in counts:
             fits = count <= length or count % length == 0
             need(fits, f"tokens has {count}", f"up to {length}, or a multiple of it, as sequences")
-        (self.cached,) = _counts("cached", min(CACHED, length) if asked.cached is None else asked.cached, 2, length)
         need(counts + steps, "tokens and batches are both empty", "at least one number")
+        self.cached = min(CACHED, length)
         self.length = min(length, max([*counts, *([self.cached] if steps else [])]))
         _check_text(asked.text, vocabulary, max([*counts, *(batch * self.cached for batch in steps)]), self.length)
-        on_gpu, plan = place.type == "cuda", asked.plan
-        seconds = (3.0 if on_gpu else 1.0) if asked.seconds is None else asked.seconds
-        self.clocks = Clocks(place, seconds, graphs=asked.graphs)
-        if asked.graphs and not on_gpu:
+        self.compiled, self.graphs = asked.compiled, asked.graphs
+        self.seconds = (3.0 if place.type == "cuda" else 1.0) if asked.seconds is None else asked.seconds
+        self.meter, self.no_energy = workloads.meter(place)
+        if not self.seconds:
+            self.meter, self.no_energy = None, self.no_energy or "it was not asked for"
+        if self.graphs and place.type != "cuda":
             self.left_out["CUDA graphs"] = f"they need an NVIDIA GPU, and this ran on {place}"
-        self.compiled, self.about = asked.compiled, about
-        plan = Choice(plan) if isinstance(plan, str) and plan in PATHS.names() else plan
-        # What the sparse models do, by what rows call them.
-        self.plans: dict[str, Callable[[], Any]] = {
-            f"{FORCED}{plan}" if isinstance(plan, Choice) else PLANNED: lambda: plan
-        }
-        if plan is None:
-            names = (PLANNED, FOR_GRAPHS)[: 1 + (asked.graphs and on_gpu)]
-            self.plans = {name: functools.partial(self.planned, name) for name in names}
+        self.plan = Choice(asked.plan) if isinstance(asked.plan, str) and asked.plan in PATHS.names() else asked.plan
+        self.names = [f"{FORCED}{self.plan}" if isinstance(self.plan, Choice) else PLANNED]  # of the sparse models
+        if self.plan is None and self.graphs and place.type == "cuda":
+            self.names.append(FOR_GRAPHS)
         self.fewest = min((n for n in (*counts, self.length) if n > 1), default=1)
         self.classes = sorted({*counts, *steps})
         torch.manual_seed(0)
-        self.dense = make()
-        self.tokens = Tokens(vocabulary, place, None if asked.text is None else asked.text.long())
+        if sizes is not None:
+            self.dense = Causal(drawn.fired(sizes, place, asked.dtype, asked.firing))
+        self.sparse: dict[str, Causal] = {}
+        self.text = None if asked.text is None else asked.text.to(place).long()
+        self.device, self.vocabulary = place, vocabulary
         self.layers = feed_forwards(self.dense.model)
         self.cut = [at for at in self.layers if at.cut or at.acts is not None and is_threshold(at.acts)]
         works = [("model_forward", count) for count in counts] + [("model_decode", batch) for batch in steps]
         self.works = [(*work, head) for work in works for head in (True, False)]
-        self.sparse: dict[str, Causal] = {}
+
+    # ---- the inputs ----
+
+    def windows(self, part: tuple[float, float], count: int, length: int) -> Tensor:
+        """Return int64 [count, length]: random tokens, or of a text spread evenly over a part of it, overlapping where
+        it is short."""
+        if self.text is None:
+            return torch.randint(0, self.vocabulary, (count, length), device=self.device)
+        begin, end = (int(share * len(self.text)) for share in part)
+        starts = begin + torch.arange(count, device=self.device) * (end - begin - length) // max(1, count - 1)
+        return self.text[starts[:, None] + torch.arange(length, device=self.device)]
+
+    def turns(self, sequences: int, length: int) -> Tensor:
+        """Return what is measured: int64 [ROTATED, sequences, length]."""
+        taken = self.windows(MEASURED, timing.ROTATED * sequences, length)
+        return taken.view(sequences, timing.ROTATED, length).transpose(0, 1)
 
     # ---- the models ----
 
     @functools.cached_property
     def firing(self) -> FiringProfile:
         """Return what the dense layers do."""
-        windows = self.tokens.windows(Tokens.PROFILED, drawn.windows_of(self.length), self.length)
+        windows = self.windows(PROFILED, drawn.windows_of(self.length), self.length)
         return profile(self.dense.model, [windows])
 
     @functools.cached_property
     def inputs(self) -> workloads.Inputs:
         """Return what enters the dense layers."""
-        windows = [self.tokens.windows(Tokens.PROFILED, 1, self.length)]
+        windows = [self.windows(PROFILED, 1, self.length)]
         return captured(self.dense.model, windows, [layer.name for layer in self.layers], workloads.PLACES)
-
-    def ready(self, tokens: int) -> list[str]:
-        """Return what rows call the sparse models that take so many tokens; what is not there yet is made."""
-        names = [name for name in self.plans if tokens <= rows.LARGE or name != FOR_GRAPHS]
-        for name in names:
-            if name not in self.sparse:
-                model = copy.deepcopy(self.dense.model).requires_grad_(False)
-                self.sparse[name] = Causal(sparsify(model, self.plans[name]()))
-        return names
 
     def planned(self, name: str) -> Plan:
         """Plan the layers for all numbers of tokens that there will be."""
-        windows = self.tokens.windows(Tokens.PLANNED_ON, 2 * drawn.windows_of(self.length), self.length)
+        windows = self.windows(PLANNED_ON, 2 * drawn.windows_of(self.length), self.length)
         calls, batches = "captured" if name == FOR_GRAPHS else "eager", list(windows.split(max(1, len(windows) // 2)))
         how = {"tokens": self.classes, "batches": batches, "calls": calls, "progress": False}
         return planner.plan(self.firing, self.dense.model, **how)
 
     def model_of(self, path: str) -> Causal:
-        """Return the model that runs on this path, compiled or not."""
-        return self.dense if path in (DENSE, COMPILED) else self.sparse[path.removesuffix(COMPILED_TOO)]
+        """Return the model that runs on this path, compiled or not; a sparse one is made when it is first asked for."""
+        name = path.removesuffix(COMPILED_TOO)
+        if path not in (DENSE, COMPILED) and name not in self.sparse:
+            twin = copy.deepcopy(self.dense.model).requires_grad_(False)
+            self.sparse[name] = Causal(sparsify(twin, self.planned(name) if self.plan is None else self.plan))
+        return self.sparse.get(name, self.dense)
 
     # ---- the rows ----
 
@@ -239,50 +248,97 @@ class Bench:
         name = f"{tokens // length} x {length:,} tokens" if kind == "model_forward" else f"decode step, batch {tokens}"
         return name + " without the LM head" * (not head)
 
-    def work(self, kind: str, tokens: int, head: bool = True) -> Workload | None:
-        """Return a workload, with the result of a copy of the model in float32, which is dropped then; a model in
-        float32 is its own. None where the model has no such step."""
+    def work(self, kind: str, tokens: int, head: bool) -> tuple[Workload, Tensor]:
+        """Return a workload, and its result in float32, by a copy of the model that is dropped then."""
+        if kind == "model_forward":
+            length = min(tokens, self.length)
+            work = Workload(self.turns(tokens // length, length), head)
+        else:
+            ids = self.windows(MEASURED, tokens, self.cached)
+            work = Workload(ids[None], head, self.dense.keep(ids[:, :-1]))
+        same = next(self.dense.model.parameters()).dtype == torch.float32
+        return work, work.right(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
+
+    @torch.no_grad()
+    def rows(self, kind: str, tokens: int, head: bool = True, *, compiled: bool | None = None) -> list[dict]:
+        """Return a row for each path of a workload, DENSE first, and each way in which it was timed; [] where the
+        model has no such step. compiled: by default as asked for in `model`; what cannot be compiled is left out.
+        WrongResult, with nothing timed, where a result is wrong."""
+        label = self.label(kind, tokens)
         try:
-            if kind == "model_forward":
-                length = min(tokens, self.length)
-                work = workloads.forward(self.tokens, tokens // length, length, head)
-            else:
-                work = workloads.decode(self.tokens, self.dense, tokens, self.cached, head)
-            same = next(self.dense.model.parameters()).dtype == torch.float32
-            with torch.no_grad():
-                right = work.few(self.dense if same else Causal(copy.deepcopy(self.dense.model).float()))
-            work.right = compared_part(right)
-            return work
+            work, right = self.work(kind, tokens, head)
         except (AttributeError, TypeError, LookupError, ValueError) as error:  # caches of other kinds
             if kind == "model_forward":
                 raise
-            self.left_out[self.label(kind, tokens)] = f"no step with a static cache: {error}"
-            return None
-
-    def rows(self, kind: str, tokens: int, head: bool = True, *, compiled: bool | None = None) -> list[dict]:
-        """Return the rows of a workload, [] where it is left out. compiled: by default as asked for in `model`."""
-        with self._if_it_fits(self.label(kind, tokens, head)):
-            if (work := self.work(kind, tokens, head)) is None:
-                return []
-            ways = [DENSE, *(sparse := self.ready(tokens))]
-            if self.compiled if compiled is None else compiled:  # which takes long: of two plans that for graphs alone
-                few = [name for name in sparse if name != PLANNED or FOR_GRAPHS not in sparse]
-                ways += [COMPILED, *(f"{name}{COMPILED_TOO}" for name in few)]
-            return self.measure(work, ways, self.clocks)
-        return []
-
-    @torch.no_grad()
-    def measure(self, work: Workload, paths: Iterable[str], clocks: Clocks) -> list[dict]:
-        """Return a row for each path of a workload, DENSE first, and each way in which it was timed. WrongResult, with
-        nothing timed, where a result is wrong; what cannot be compiled is left out."""
-        results: dict[str, Tensor] = {}
-        ways = {path: functools.partial(self._entry, work, path, results) for path in paths}
-        if any("compiled" in path for path in ways):
+            self.left_out[label] = f"no step with a static cache: {error}"
+            return []
+        sparse = [name for name in self.names if tokens <= rows.LARGE or name != FOR_GRAPHS]
+        paths = must = [DENSE, *sparse]
+        if self.compiled if compiled is None else compiled:  # which takes long: of two plans that for graphs alone
+            few = [name for name in sparse if name != PLANNED or FOR_GRAPHS not in sparse]
+            paths = [*must, COMPILED, *(f"{name}{COMPILED_TOO}" for name in few)]
             torch._dynamo.reset()  # which compiles a function for eight models at most
-        must = [path for path in ways if "compiled" not in path]
-        calls, facts = rows.admit(ways, self.left_out, f"{work.label}, ", must)
-        shared = self.shared(work.kind, work.tokens, work.label) | {"head": work.head, **work.says}
-        return clocks.measure(calls, shared, facts, work.label, self.left_out)
+        results: dict[str, Tensor] = {}
+
+        def entry(path: str) -> Entry:
+            model = self.model_of(path)
+            call, said = work.makes(model, "compiled" in path), dict[str, Any]()
+            whole: Any = call(0)
+            if model is not self.dense:
+                said["choice"] = self._choice(model, tokens)
+            if self.text is not None and head and whole.shape[1] > 1:
+                each = [cross_entropy(row[:-1].float(), own[1:]) for row, own in zip(whole, work.ids[0], strict=True)]
+                said["loss"] = round(float(torch.stack(each).mean()), 6)
+            result = results[path] = workloads.compared_part(whole)
+            off = (result - right).norm()
+            said["error"] = round(float(off / right.norm()), 9)
+            if path == DENSE:
+                return call, said
+            slack = workloads.CUT_SLACK if self.cut else workloads.SLACK
+            allowed = workloads.MARGIN * (results[DENSE] - right).norm() + slack * right.norm()
+            lossy = LOSSY in path or LOSSY in said.get("choice", "")
+            if path in self.sparse and (self.cut or path.startswith(FORCED)):
+                errors = workloads.layer_errors(self.layers, model.model, self.inputs, tokens)
+                if self.cut and not lossy:
+                    said["layer_over_allowed"] = workloads.check_cut(errors, f"{label}: {path}")
+                elif errors:
+                    said["layer_error"] = round(fmean(error for error, _ in errors), 9)
+            what = f"{label}: {path}: the {'logits' if head else 'results'}"
+            said["error_over_allowed"] = rows.hold(what, float(off / allowed), sys.float_info.max if lossy else 1.0)
+            return call, said
+
+        ways = {path: functools.partial(entry, path) for path in paths}
+        calls, facts = rows.admit(ways, self.left_out, f"{label}, ", must)
+        shared = self.shared(kind, tokens, label) | {"head": head}
+        shared |= {} if work.kept is None else {"cached": self.cached}
+        return self.measured(calls, shared, facts, label)
+
+    def measured(self, calls: Calls, shared: dict, facts: dict, label: str, captured: bool = True) -> list[dict]:
+        """Return the rows of the calls. shared: what all say. captured: whether they are timed as CUDA graphs too,
+        where that gains anything; `left_out` says why they can't be, if so."""
+        tokens, table = shared["tokens"], list[dict]()
+        rounds = 3 if tokens > rows.LARGE else 15  # where the host is waited for, samples vary
+        timed = functools.partial(rows.measured, shared, calls, facts, self.seconds, rounds=rounds)
+        if captured and tokens <= (rows.LARGE if self.graphs else timing.GRAPH_TOKENS):
+            try:
+                table = timed(tokens=tokens, graphs=True, compiled=True)
+            except RuntimeError as error:
+                if isinstance(error, TwellError):
+                    raise
+                self.left_out[f"{label}, as CUDA graphs"] = rows.first_line(error)
+        table = table or timed()
+        alone, spent = {row["path"]: row["ms"] for row in table}, dict[str, dict]()
+        if self.meter is not None and shared["head"]:  # plain calls wait for the host: of graphs where there are any
+            graphs = {path: calls[path.removesuffix(" (graph)")] for path in alone if path not in calls}
+            each = {path: timing.graphed(call, inputs=1) for path, call in graphs.items()} or calls
+            spent = workloads.energy_facts(self.meter, each, max(1, round(self.seconds)), tokens)
+        for row in table:
+            path, rate = row["path"], tokens / row["wall_ms"]
+            row |= {"tokens_per_s": 1e3 * rate} if shared["kind"] == "model_decode" else {"tokens_per_ms": rate}
+            row |= spent.get(path, {})
+            if (graph := f"{path} (graph)") in alone:
+                row["gpu_ms"] = alone[graph]
+        return table
 
     def shared(self, kind: str, tokens: int, workload: str) -> dict:
         """Return what all rows of one comparison say."""
@@ -293,92 +349,37 @@ class Bench:
         said = rows.about(kind, up, f"{self.about}, {workload}", tokens=tokens, **sizes)
         return said | {"nnz_layers": [round(nnz, 1) for nnz in nnzs]}
 
-    def _entry(self, work: Workload, path: str, results: dict[str, Tensor]) -> Entry:
-        """Return the call of a path, and what its rows say of what each layer does, of its error and loss. The result
-        is compared with float32, and put into `results`, which has the dense model's."""
-        call, right = work.makes(self.model_of(path), "compiled" in path), work.right
-        assert right is not None
-        whole, said = call(0), self._of_path(path, work.tokens)
-        result = results[path] = compared_part(whole)
-        if work.read is not None:
-            said["loss"] = round(workloads.next_token_loss(whole, work.read), 6)
-        off = (result - right).norm()
-        said["error"] = round(float(off / right.norm()), 9)
-        if path == DENSE:
-            return call, said
-        slack = workloads.CUT_SLACK if self.cut else workloads.SLACK
-        allowed = workloads.MARGIN * (results[DENSE] - right).norm() + slack * right.norm()
-        lossy = LOSSY in path or LOSSY in said.get("choice", "")
-        if path in self.sparse and (self.cut or path.startswith(FORCED)):
-            errors = layer_errors(self.layers, self.sparse[path].model, self.inputs, work.tokens)
-            if self.cut and not lossy:
-                said["layer_over_allowed"] = workloads.check_cut(errors, f"{work.label}: {path}")
-            elif errors:
-                said["layer_error"] = round(fmean(error for error, _ in errors), 9)
-        what = f"{work.label}: {path}: the {'logits' if work.head else 'results'}"
-        said["error_over_allowed"] = rows.hold(what, float(off / allowed), sys.float_info.max if lossy else 1.0)
-        return call, said
-
-    def _of_path(self, path: str, tokens: int) -> dict:
-        """Return what the rows of a path say of what each layer does with so many tokens."""
-        if path in (DENSE, COMPILED):
-            return {}
-        plans = [layer.plan for layer in self.model_of(path).model.modules() if isinstance(layer, SparseFFN)]
+    def _choice(self, model: Causal, tokens: int) -> str:
+        """Return how many layers of a sparse model take which path for so many tokens."""
+        plans = [layer.plan for layer in model.model.modules() if isinstance(layer, SparseFFN)]
         choices = [plan if isinstance(plan, Choice) else plan.choice(tokens) for plan in plans]
         taken = Counter(choice.path if choice.hot else str(choice) for choice in choices)
-        if len(choices) < len(self.layers):
-            taken["dense"] += len(self.layers) - len(choices)  # not swapped: nothing is faster
-        return {"choice": training.counted(taken)}
+        taken["dense"] += len(self.layers) - len(choices)  # those not swapped, where nothing is faster
+        return training.counted(+taken)
 
-    def train(self, tokens: int | None = None) -> list[dict]:
-        """Return the rows of whole training steps on so many tokens, by default the fewest of the forwards: dense and
-        on the paths that the trainer would choose for the layers."""
-        count = self.fewest if tokens is None else tokens
-        if count < 2:
+    def train(self) -> list[dict]:
+        """Return the rows of whole training steps on the fewest tokens of the forwards: dense and on the paths that the
+        trainer would choose for the layers."""
+        if self.fewest < 2:
             self.left_out["training"] = "a step needs windows of two tokens or more"
             return []
-        with self._if_it_fits("training"):
-            length = min(count, self.length)
-            ids = self.tokens.inputs(count // length, length)
-            dense = copy.deepcopy(self.dense.model).train().requires_grad_(True)
-            twin = sparsify(copy.deepcopy(dense), "twell")
-            choice = training.switch_layers(twin, Causal(twin).reader(), ids[0])
-            named = {DENSE: (dense, False), PLANNED: (twin, False)}
-            if self.compiled:
-                named |= {COMPILED: (dense, True), PLANNED + COMPILED_TOO: (twin, True)}
-                torch._dynamo.reset()
-            ways = {path: (model, Causal(model).reader(compiled=how)) for path, (model, how) in named.items()}
-            calls, facts = training.whole_steps(ways, ids, choice, self.left_out)
-            label = f"training step, {len(ids[0])} x {length:,} tokens"
-            shared = self.shared("model_training", ids[0].numel(), label) | {"head": True}
-            return self.clocks.measure(calls, shared, facts, "training", self.left_out, captured=False)
-        return []
-
-    @contextmanager
-    def _if_it_fits(self, label: str) -> Iterator[None]:
-        """Leave out what does not fit into the GPU's memory."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            self.left_out[label] = f"it does not fit into the GPU's memory: {str(error).partition('. ')[0]}"
-        finally:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        length = min(self.fewest, self.length)
+        ids = self.turns(self.fewest // length, length)
+        dense = copy.deepcopy(self.dense.model).train().requires_grad_(True)
+        twin = sparsify(copy.deepcopy(dense), "twell")
+        choice = training.switch_layers(twin, Causal(twin).reader(), ids[0])
+        ways = {path: (of, Causal(of).reader()) for path, of in ((DENSE, dense), (PLANNED, twin))}
+        if self.compiled:
+            torch._dynamo.reset()
+            for path, of in ((COMPILED, dense), (PLANNED + COMPILED_TOO, twin)):
+                ways[path] = of, Causal(of).reader(compiled=True)
+        calls, facts = training.whole_steps(ways, ids, choice, self.left_out)
+        label = f"training step, {len(ids[0])} x {length:,} tokens"
+        shared = self.shared("model_training", ids[0].numel(), label) | {"head": True}
+        return self.measured(calls, shared, facts, "training", captured=False)
 
 
 # ---- what is refused ----
-
-
-def _drawing(sizes: ModelConfig, place: torch.device, dtype, firing) -> Callable[[], Causal]:
-    """Return what draws a model, if there is room for it and its sparse copy."""
-    dtype = dtype or timing.dtype_for(place)
-    need(dtype in VALUE_DTYPES, f"dtype is {dtype!r:.80}", "bfloat16, float16 and float32")
-    firing = FiringProfile.load(firing) if isinstance(firing, (str, os.PathLike)) else firing
-    kind = type(firing).__name__
-    need(isinstance(firing, FiringProfile | None), f"firing is a {kind}", "a FiringProfile or a file's name")
-    if place.type == "cpu":  # a GPU says what does not fit
-        drawn.check_room(sizes, dtype, 2)
-    return lambda: Causal(drawn.fired(sizes, place, dtype, firing))
 
 
 def _checked(model, asked: SimpleNamespace) -> Causal:
@@ -404,10 +405,10 @@ def _checked(model, asked: SimpleNamespace) -> Causal:
     return causal
 
 
-def _counts(name: str, values, least: int = 1, most: int = 2**31 - 1) -> list[int]:
+def _counts(name: str, values) -> list[int]:
     listed = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [values]
     for value in listed:
-        check_whole(name, value, least, most)
+        check_whole(name, value, 1)
     return list(dict.fromkeys(listed))
 
 
@@ -416,7 +417,8 @@ def _check_text(text, vocabulary: int, most: int, length: int) -> None:
     if text is None:
         return
     what = f"{text.dtype} {list(text.shape)}" if isinstance(text, Tensor) else type(text).__name__
-    ids = isinstance(text, Tensor) and text.dim() == 1 and not text.is_meta and text.dtype in _WHOLE
+    whole = isinstance(text, Tensor) and not (text.is_meta or text.is_floating_point() or text.is_complex())
+    ids = whole and text.dim() == 1 and text.dtype != torch.bool
     need(ids, f"text is {what}", "token ids as a tensor [length] of whole numbers")
     needed = max(2 * most, 4 * length)
     takes = f"the largest workload takes {most:,}, and as many others are profiled"
@@ -444,19 +446,16 @@ def of_size(size: str, left_out: dict[str, str], sequences: int = SEQUENCES, **h
     defaults = {"tokens": (context, many), "batches": BATCHES, "compiled": True, "graphs": True}
     bench = functools.cache(lambda: Bench(size, left_out=left_out, **{**defaults, **how}))
 
-    def step(kind: str, tokens: int, head: bool, compiled: bool | None = None) -> list[dict]:
+    def step(kind: str, tokens: int, head: bool = True, compiled: bool | None = None) -> list[dict]:
         return bench().rows(f"model_{kind}", tokens, head, compiled=compiled if head else False)
 
+    bare = [("forward", many), *(("decode", batch) for batch in BATCHES), ("forward", context)]
     return {
         "many sequences": rows.steps(step, ["forward"], [many], [True], [False]),
-        "decode, one sequence": rows.steps(step, ["decode"], [1], [True]),
-        "one sequence": rows.steps(step, ["forward"], [context], [True]),
-        "decode": rows.steps(step, ["decode"], BATCHES[1:], [True]),
+        "decode, one sequence": rows.steps(step, ["decode"], [1]),
+        "one sequence": rows.steps(step, ["forward"], [context]),
+        "decode": rows.steps(step, ["decode"], BATCHES[1:]),
         "training step": [lambda: bench().train()],
-        "without the LM head": [
-            *rows.steps(step, ["forward"], [many], [False]),
-            *rows.steps(step, ["decode"], BATCHES, [False]),
-            *rows.steps(step, ["forward"], [context], [False]),
-        ],
-        "many sequences, compiled": rows.steps(step, ["forward"], [many], [True]),  # which takes longest
+        "without the LM head": [functools.partial(step, *work, False) for work in bare],
+        "many sequences, compiled": rows.steps(step, ["forward"], [many]),  # which takes longest
     }

@@ -83,12 +83,11 @@ def table(
     and `host_us`. base: the path that others are compared with; None: they are not."""
     medians, lines = {path: clocks.quartiles(values)[0] for path, values in samples.items()}, []
     for path, values in samples.items():
-        name = path.partition(" (graph")[0].partition(" (cold")[0]
+        name = path.partition(" (graph")[0]
         beside = base and base + path[len(name) :]
         dense = medians[beside] if beside else None
         ms, spread = clocks.quartiles(values)
-        line = {**shared, "path": path, "ms": ms, "spread": spread, "dense_ms": dense}
-        line["x_dense"] = None if dense is None else dense / ms
+        line = {**shared, "path": path, "ms": ms, "spread": spread, "dense_ms": dense, "x_dense": dense and dense / ms}
         if beside == base and COMPILED in medians:
             line["x_compiled"] = medians[COMPILED] / ms
         line |= (facts or {}).get(name, {})
@@ -138,14 +137,19 @@ def clocked(
     tokens too. compiled: of compiled calls too. rounds: samples of each call on the device, and bursts; by default what
     the clocks take, and BURSTS. most: calls of a burst at most."""
     if device.type == "cpu":
-        return _clock_cpu(calls, seconds)
+        start = time.perf_counter()
+        for call in calls.values():
+            call(0)
+        turn = time.perf_counter() - start
+        warm = turn < seconds
+        count = min(30, max(5 if warm else 2, round(seconds / ((1 + warm) * turn))))
+        bursts = clocks.time_bursts(calls, drain, rounds=count, count=1, warm=warm)
+        return {name: wall for name, (_, wall) in bursts.items()}, bursts
     samples, bursts = _clock_gpu(calls, rounds, most)
     if graphs or tokens <= clocks.GRAPH_TOKENS:
         capture = clocks.graphed if tokens <= LARGE else functools.partial(clocks.graphed, inputs=1)
-        captured = {name: call for name, call in calls.items() if compiled or "compiled" not in name}
-        replayed, waited = _clock_gpu(
-            {f"{name} (graph)": capture(call) for name, call in captured.items()}, rounds, MOST
-        )
+        captured = {f"{name} (graph)": capture(calls[name]) for name in calls if compiled or "compiled" not in name}
+        replayed, waited = _clock_gpu(captured, rounds, MOST)
         samples, bursts = samples | replayed, bursts | waited
     return samples, bursts
 
@@ -156,17 +160,6 @@ def _clock_gpu(calls: Calls, rounds: int | None, most: int) -> tuple[Samples, Bu
     return samples, clocks.time_bursts(calls, drain, rounds=rounds or BURSTS, count=count)
 
 
-def _clock_cpu(calls: Calls, seconds: float) -> tuple[Samples, Bursts]:
-    start = time.perf_counter()
-    for call in calls.values():
-        call(0)
-    turn = time.perf_counter() - start
-    warm = turn < seconds
-    count = min(30, max(5 if warm else 2, round(seconds / ((1 + warm) * turn))))
-    bursts = clocks.time_bursts(calls, drain, rounds=count, count=1, warm=warm)
-    return {name: wall for name, (_, wall) in bursts.items()}, bursts
-
-
 def measured(
     shared: dict,
     calls: Calls,
@@ -174,22 +167,14 @@ def measured(
     seconds: float = 2.0,
     *,
     base: str | None = DENSE,
-    cold: bool = False,
     **how,
 ) -> list[dict]:
     """Return the rows of `table` of these calls, timed as `clocked` does on the device that `shared` names; on a GPU
-    with the peak memory of a plain call. cold: on a CPU time warm calls for half of the seconds, and calls that find
-    nothing in the caches ("NAME (cold)")."""
-    on_gpu = shared["device"] != "CPU"
-    if cold and not on_gpu:
-        samples = clocks.time_cpu(calls, seconds / 2)
-        cold_ones = clocks.time_calls(calls, torch.device("cpu"), seconds=seconds / 2, beside=2**26)
-        samples |= {f"{path} (cold)": ms for path, ms in cold_ones.items()}
-        bursts = {path: (ms, ms) for path, ms in samples.items()}  # a CPU has one clock
-    else:
-        samples, bursts = clocked(calls, torch.device("cuda" if on_gpu else "cpu"), seconds, **how)
+    with the peak memory of a plain call."""
+    device = torch.device("cpu" if shared["device"] == "CPU" else "cuda")
+    samples, bursts = clocked(calls, device, seconds, **how)
     made = table(shared, samples, facts, bursts, base)
-    for row in made if on_gpu else ():
+    for row in made if device.type == "cuda" else ():
         if (call := calls.get(row["path"])) is not None:
             row["peak_bytes"] = clocks.peak_bytes(call)
     return made
@@ -247,19 +232,18 @@ def first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tensor], *, every_row: bool = True) -> float:
+def check(layer: nn.Module, call: Callable[[Tensor], Tensor], inputs: list[Tensor]) -> float:
     """Check `call` before it is timed; returns the worst ratio of error to what is allowed.
 
-    64 rows of each input are compared with float64 (clocks.check); every_row: also all rows of the first input with
-    the dense layer's. layer: the dense feed-forward layer that `call` is to compute. Raises clocks.WrongResult where
-    the ratio is above 1, or a row differs from the dense layer's by more than 5% of its norm."""
+    64 rows of each input are compared with float64 (clocks.check), and all rows of the first one with those of `layer`,
+    the dense feed-forward layer that `call` is to compute. Raises clocks.WrongResult where the ratio is above 1, or a
+    row differs from the dense layer's by more than 5% of its norm."""
     found = feed_forwards(layer)[0]
     worst = max(clocks.check(layer, found, x, call=call) for x in inputs)
-    if every_row:
-        y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
-        there = dense.isfinite().all(1)
-        off = float(((y - dense)[there].norm(dim=1) / dense[there].norm(dim=1).clamp(min=1e-3)).max())
-        hold("a row, beside the dense layer's", off, 0.05)
+    y, dense = call(inputs[0]).float(), layer(inputs[0]).float()
+    off = (y - dense).norm(dim=1) / dense.norm(dim=1).clamp(min=1e-3)
+    off = off[dense.isfinite().all(1)]
+    hold("a row, beside the dense layer's", float(off.max()) if len(off) else 0.0, 0.05)
     return worst
 
 
@@ -271,20 +255,17 @@ def compare(
     inputs: list[Tensor],
     label: str,
     facts: dict[str, dict] | None = None,
-    *,
-    every_row: bool = True,
     **how,
 ) -> list[dict]:
     """Check each rival of a dense feed-forward layer, then time all beside it; return their rows, which have this kind,
     and for the dense layer the path DENSE.
 
     rivals: what computes the same as the layer, by path. inputs: [tokens, d_model] each. label: the name of the
-    workload. facts: what else the rows of a path say. every_row, and the errors: as for `check`. how: as for
-    `measured`."""
+    workload. facts: what else the rows of a path say. how: as for `measured`. WrongResult as by `check`."""
     found = feed_forwards(layer)[0]
-    errors = {path: round(check(layer, call, inputs, every_row=every_row), 4) for path, call in rivals.items()}
+    errors = {path: round(check(layer, call, inputs), 4) for path, call in rivals.items()}
     facts = {path: {"error_over_allowed": error, **(facts or {}).get(path, {})} for path, error in errors.items()}
     shared = describe(kind, inputs, found.pattern.weight, label, found.pattern.bias) | {"gated": found.gate is not None}
     calls = {path: over(call, inputs) for path, call in {DENSE: layer, **rivals}.items()}
     with torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else nullcontext():
-        return measured(shared, calls, facts, cold=True, tokens=len(inputs[0]), **how)
+        return measured(shared, calls, facts, tokens=len(inputs[0]), **how)

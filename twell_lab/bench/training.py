@@ -1,9 +1,6 @@
 """The record `training`: forward and backward of a gated layer, L1 on, on each path beside torch's, and whole steps of
-a model; and `host-time`: what plain calls cost the host.
-
-Outputs and gradients are compared with float64 before any clock starts: the norm of the error may be at most twice that
-of torch's dense layer. peak_bytes: the most that one call holds beyond what was there before, its output and all
-gradients included."""
+a model; and `host-time`: what plain calls cost the host. Outputs and gradients are compared with float64 before any
+clock starts: the norm of the error may be at most twice that of torch's dense layer."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from torch.nn.functional import linear
 
 from ..analysis import switching
 from ..analysis.profile import profile
-from ..layers.choice import one_of_each
+from ..layers.choice import Choice
 from ..layers.find import feed_forwards
 from ..layers.sparse_ffn import SparseFFN
 from ..layers.terms import DENSE as LEARNS_DENSE
@@ -31,7 +28,7 @@ from ..ops import clock as clocks
 from ..ops import train
 from . import forward, rows
 from .drawn import fire
-from .forward import COUNTS, D_FF, D_MODEL, HEAVY_CASES, TOKENS, Case
+from .forward import COUNTS, HEAVY_CASES, TOKENS, Case
 from .rows import COMPILED, DENSE
 
 L1 = 2e-5  # the penalty is on in every step; its size changes no time
@@ -65,16 +62,15 @@ def _compiled(path: str):
     return torch.compile(dense_layer if path == "torch" else our_layer(path), fullgraph=True, dynamic=False)
 
 
-def step_of(layer, weights: Sequence[Tensor], inputs: list[Tensor], grads: list[Tensor]):
-    """Return a call of one forward and backward pass: turn -> (y, dx, gradients of the weights)."""
+def step_of(layer, weights: Sequence[Tensor], inputs: list[Tensor], grads: list[Tensor]) -> rows.Call:
+    """Return a call of one forward and backward pass: turn -> [y, dx, gradients of the weights]."""
     l1 = torch.full((), L1, device=inputs[0].device)
 
-    def call(turn: int) -> list[Tensor]:
-        x = inputs[turn % len(inputs)]
+    def call(x: Tensor, dy: Tensor) -> list[Tensor]:
         y, norm = layer(x, *weights)
-        return [y, *torch.autograd.grad([y, norm], [x, *weights], [grads[turn % len(grads)], l1])]
+        return [y, *torch.autograd.grad([y, norm], [x, *weights], [dy, l1])]
 
-    return call
+    return rows.over(lambda given: call(*given), [*zip(inputs, grads)])
 
 
 def exact(weights: Sequence[Tensor], x: Tensor, dy: Tensor, l1: float = L1) -> list[Tensor]:
@@ -136,19 +132,17 @@ def step_rows(case: Case) -> list[dict]:
         "planned compiled": _compiled(path),
     }
     calls = {name: step_of(layer, weights, inputs, grads) for name, layer in layers.items()}
-    errors = checked(calls, weights, inputs[0], grads[0])
-    facts: dict[str, dict] = {name: {"error_over_allowed": error} for name, error in errors.items()}
-    for name in ("planned", "planned compiled"):
-        facts[name]["choice"] = path
-    rounds = 20 if case.tokens <= TOKENS else 8
-    how = {"tokens": case.tokens, "graphs": case.graphs, "rounds": rounds, "most": MOST}
-    return rows.measured(shared, calls, facts, cold=True, **how)
+    facts: dict[str, dict] = {}
+    for name, error in checked(calls, weights, inputs[0], grads[0]).items():
+        facts[name] = {"error_over_allowed": error} | ({"choice": path} if name.startswith("planned") else {})
+    how = {"tokens": case.tokens, "graphs": case.graphs, "rounds": 20 if case.tokens <= TOKENS else 8, "most": MOST}
+    return rows.measured(shared, calls, facts, **how)
 
 
 # ---- whole steps ----
 
 
-def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[dict]:
+def model_rows(config: ModelConfig, nnz: float, batch: int, name: str, left_out: dict[str, str]) -> list[dict]:
     """Return rows of whole training steps of a model on `batch` windows, in which about `nnz` neurons fire at a token:
     all layers dense, each as the trainer would choose, and all sparse. name: of the workload, after "whole step"."""
     torch._dynamo.reset()
@@ -174,11 +168,11 @@ def model_rows(config: ModelConfig, nnz: float, batch: int, name: str) -> list[d
         DENSE: (dense, dense),
         "planned": (twin, twin),
     }
-    calls, facts = whole_steps(ways, ids, choice)
+    calls, facts = whole_steps(ways, ids, choice, left_out)
     sizes = {"tokens": ids[0].numel(), **rows.sizes_of(config), "context": config.context, "nnz": round(fired, 2)}
     sizes["parameters"] = sum(weight.numel() for weight in dense.parameters())
     shared = rows.about("training", next(dense.parameters()), f"whole step, {name}", **sizes)
-    return rows.measured(shared, calls, facts, cold=True, tokens=ids[0].numel(), rounds=10)
+    return rows.measured(shared, calls, facts, tokens=ids[0].numel(), rounds=10)
 
 
 def switch_layers(model: nn.Module, read: Reader, ids: Tensor) -> str:
@@ -187,8 +181,7 @@ def switch_layers(model: nn.Module, read: Reader, ids: Tensor) -> str:
     with layer_terms(model) as terms:
         read(ids)
     switching.Switch(model).see(terms)
-    layers = [layer.module for layer in feed_forwards(model)]
-    return counted(Counter(LEARNS_DENSE if layer.learning == LEARNS_DENSE else SPARSE for layer in layers))
+    return counted(Counter(layer.module.learning or SPARSE for layer in feed_forwards(model)))
 
 
 def counted(taken: Counter[str]) -> str:
@@ -197,13 +190,13 @@ def counted(taken: Counter[str]) -> str:
 
 
 def whole_steps(
-    ways: dict[str, tuple[nn.Module, Reader]], ids: Tensor, choice: str, left_out: dict[str, str] | None = None
+    ways: dict[str, tuple[nn.Module, Reader]], ids: Tensor, choice: str, left_out: dict[str, str]
 ) -> tuple[rows.Calls, dict[str, dict]]:
     """Return calls of one step of each model on token ids [inputs, sequences, length], turn -> its loss, and what their
     rows say: the loss with L1, backward, and AdamW with a learning rate of zero, so that every step is the same.
 
     ways: models, and what reads ids and gives logits by them. choice: what rows of planned models say. left_out: takes
-    what can't be compiled, and why; by default that is raised. Raises WrongResult where losses differ."""
+    what can't be compiled, and why. Raises WrongResult where losses differ."""
 
     def entry(path: str) -> rows.Entry:
         model, read = ways[path]
@@ -223,84 +216,59 @@ def whole_steps(
         said = {"loss": round(float(step(0)), 4)}
         return step, said | ({"choice": choice} if path.startswith("planned") else {})
 
-    must = [path for path in ways if left_out is None or "compiled" not in path]
-    calls, facts = rows.admit(
-        {path: partial(entry, path) for path in ways}, {} if left_out is None else left_out, "training, ", must
-    )
+    must = [path for path in ways if "compiled" not in path]
+    calls, facts = rows.admit({path: partial(entry, path) for path in ways}, left_out, "training, ", must)
     for path, said in facts.items():
         rows.hold(f"training: the loss of {path}", abs(said["loss"] / facts[DENSE]["loss"] - 1), 0.02)
     return calls, facts
 
 
-HALF_BILLION = ModelConfig(vocabulary=32768, d_model=D_MODEL, layers=8, heads=16, d_ff=D_FF, context=2048)
-
-
-def sections(left_out: dict | None = None) -> rows.Sections:
+def sections(left_out: dict) -> rows.Sections:
     """Return the steps of the record, as in bench.forward."""
-    layers = {
-        "tokens": [Case(tokens, graphs=True) for tokens in COUNTS],
-        "lognormal": [Case(nnz=nnz) for nnz in (8, 60, 120)],
-        "heavy rows": HEAVY_CASES,
-        "uniform": [Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120)],
-        "overflow": [  # the first are pooled, the others lost
-            Case(
-                heavy=int(TOKENS * share),
-                fires=n,
-                in_tile=True,
-                label=f"overflow: {share:.0%} of rows with a tile of {n}",
-            )
-            for share, n in ((0.2, 40), (0.01, 200))
-        ],
+    half_billion = ModelConfig(vocabulary=32768, d_model=2048, layers=8, heads=16, d_ff=5632, context=2048)
+    return {
+        "tokens": rows.steps(step_rows, [Case(tokens, graphs=True) for tokens in COUNTS]),
+        "lognormal": rows.steps(step_rows, [Case(nnz=nnz) for nnz in (8, 60, 120)]),
+        "heavy rows": rows.steps(step_rows, HEAVY_CASES),
+        "whole step": [partial(model_rows, half_billion, 30, 8, "8 layers", left_out)],
+        "uniform": rows.steps(step_rows, [Case(nnz=nnz, kind="uniform") for nnz in (8, 29, 60, 120)]),
     }
-    steps = {name: rows.steps(step_rows, cases) for name, cases in layers.items()}
-    whole = {"whole step": [partial(model_rows, HALF_BILLION, 30, 8, "8 layers")]}
-    return {name: steps.pop(name) for name in ("tokens", "lognormal", "heavy rows")} | whole | steps
 
 
 # ---- host time ----
 
-HOST_TOKENS, HOT, ROUNDS = (1, 16, 256, 2048, 16384), 512, 60
+HOST_TOKENS, ROUNDS = (1, 16, 256, 2048, 16384), 60
 
 
 def host_rows(case: Case) -> list[dict]:
-    """Return the time until a call returns (`ms`) and until its result is there (`wall_ms`) of a gated layer on each
-    path: a forward pass without gradients, and a forward and backward pass. The GPU is idle before each call: `ms` is
+    """Return the time until a call returns (`ms`) and until its result is there (`wall_ms`) of a gated layer, dense and
+    packed: a forward pass without gradients, and a forward and backward pass. The GPU is idle before each call: `ms` is
     what Python, torch, the allocator and the driver take, and where the two are nearly equal, a faster kernel gains
     nothing."""
     layer, inputs, _ = case.draw()
-    with torch.no_grad():  # each path has a layer of its own, whose weights lie as it reads them
-        sparse = {
-            str(choice): SparseFFN.from_module(copy.deepcopy(layer), plan=choice)
-            for choice in one_of_each(case.d_ff, HOT)
-        }
-        for call in sparse.values():
-            rows.check(layer, call, inputs)
-        calls = {name: rows.over(call, inputs) for name, call in {DENSE: layer, **sparse}.items()}
-        made = _host_rows(layer, inputs, "forward", calls)
+    shared = rows.describe("host", inputs, layer.gate_proj.weight, "forward") | {"gated": True}
+    with torch.no_grad():  # its weights lie as it reads them
+        sparse = SparseFFN.from_module(copy.deepcopy(layer), plan=Choice("twell"))
+        rows.check(layer, sparse, inputs)
+        made = _host_rows(shared, {name: rows.over(call, inputs) for name, call in ((DENSE, layer), ("twell", sparse))})
     layer.train().requires_grad_(True)
     inputs = [x.detach().requires_grad_() for x in inputs]
-    grads = [torch.randn_like(x) for x in inputs]
+    given = [(x, torch.randn_like(x)) for x in inputs]
 
-    def step(call: nn.Module, turn: int) -> list[Tensor]:
-        x, dy = inputs[turn % len(inputs)], grads[turn % len(inputs)]
-        y = call(x)
-        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+    def step(call: nn.Module, given: tuple[Tensor, Tensor]) -> list[Tensor]:
+        y = call(given[0])
+        return [y, *torch.autograd.grad(y, [given[0], *layer.parameters()], given[1])]
 
-    learners = {path: SparseFFN.from_module(layer) for path in train.PATHS}
-    for path, learner in learners.items():
-        learner.learn(path)
-    steps = {name: partial(step, call) for name, call in {DENSE: layer, **learners}.items()}
+    learner = SparseFFN.from_module(layer)
+    learner.learn("twell")
+    steps = {name: rows.over(partial(step, call), given) for name, call in ((DENSE, layer), ("twell", learner))}
     weights = [projection.weight for projection in (layer.gate_proj, layer.up_proj, layer.down_proj)]
-    checked(steps, weights, inputs[0], grads[0], l1=0.0)
-    return made + _host_rows(layer, inputs, "forward and backward", steps)
+    checked(steps, weights, *given[0], l1=0.0)
+    return made + _host_rows(shared | {"workload": "forward and backward"}, steps)
 
 
-def _host_rows(layer: nn.Module, inputs: list[Tensor], what: str, calls: rows.Calls) -> list[dict]:
-    for call in calls.values():
-        for turn in range(5):
-            call(turn)
+def _host_rows(shared: dict, calls: rows.Calls) -> list[dict]:
     bursts = clocks.time_bursts(calls, rows.drain, rounds=ROUNDS, count=1, warm=0)
-    shared = rows.describe("host", inputs, layer.gate_proj.weight, what) | {"gated": True}
     return rows.table(shared, {path: host for path, (host, _) in bursts.items()}, bursts=bursts)
 
 

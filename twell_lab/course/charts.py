@@ -14,7 +14,6 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .. import plots
-from .drawing import legend_key, nothing, squares
 
 Of = str | Callable[[dict], object]
 MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star")
@@ -83,6 +82,28 @@ def bars(
     return figure
 
 
+def squares(figure: go.Figure, numbers: list, colours: Iterable[str], **looks) -> go.Figure:
+    """Add a matrix as squares to a figure: number i takes the i-th of the colours, None leaves a gap. looks: other
+    options of plotly's heatmap, such as row and col."""
+    colours = list(colours)
+    flat = [[(i + edge) / len(colours), colour] for i, colour in enumerate(colours) for edge in (0, 1)]  # no blending
+    return figure.add_heatmap(
+        z=numbers,
+        zmin=-0.5,
+        zmax=len(colours) - 0.5,
+        colorscale=flat,
+        showscale=False,
+        hoverongaps=False,
+        **looks,
+    )
+
+
+def legend_key(figure: go.Figure, name: str, colour: str) -> go.Figure:
+    """Add a square of this colour to the legend, with a name."""
+    marker = {"color": colour, "symbol": "square", "size": 11, "line": {"color": plots.GREY, "width": 1}}
+    return figure.add_scatter(x=[None], y=[None], mode="markers", marker=marker, name=name)
+
+
 def grids(
     matrices: Mapping[str, list],
     kinds: Mapping[str, str] | Sequence[str],
@@ -127,7 +148,9 @@ def finish(
     title and legend. x, y: titles of the axes; log_x, log_y: numbers marked on an axis, which becomes logarithmic.
     across: the bars are flat, the first one is the uppermost."""
     if not figure.data:
-        return nothing(title)
+        say(figure, 0.5, 0.5, "nothing is recorded in this checkout", xref="paper", yref="paper")
+        figure.update_xaxes(visible=False).update_yaxes(visible=False)
+        return plots.styled(figure, title, height=160)
     for update, name, ticks in ((figure.update_xaxes, x, log_x), (figure.update_yaxes, y, log_y)):
         ticks = sorted({*ticks})
         if name:
@@ -153,6 +176,21 @@ def finish(
         legend={"yanchor": "bottom", "yref": "container", "y": 0.005, "x": 0, "traceorder": "normal"},
         showlegend=len(named) > 1,
     )
+
+
+def say(
+    figure: go.Figure,
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "center",
+    size: int = 12,
+    colour: str = plots.INK,
+    **looks,
+) -> go.Figure:
+    """Write a text around a point; anchor "left": to the right of it. looks: other options of plotly's annotation."""
+    font = {"size": size, "color": colour}
+    return figure.add_annotation(x=x, y=y, text=text, showarrow=False, xanchor=anchor, align=anchor, font=font, **looks)
 
 
 def one(figure: go.Figure, axis: str = "y") -> go.Figure:

@@ -1,8 +1,5 @@
-"""Which exercises a reader has solved: remembered in a small file, so that it outlives a kernel's restart.
-
-The file lies where readers' kernels do, in my-kernels beside the notebook. Nothing depends on it:
-one that cannot be read counts as empty, and one that cannot be written is left alone.
-"""
+"""Which exercises a reader has solved: remembered in a small file in my-kernels, beside the notebook, so that it
+outlives a kernel's restart. One that cannot be read counts as empty, and one that cannot be written is left alone."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ def solved(folder: Path = Path()) -> set[str]:
 
 
 def exercises() -> dict[str, list[str]]:
-    """Notebook -> the exercises in it, in their order, from the notebooks themselves; those without any are left out.
-
-    A notebook is called by its number and title, such as "07 Pack it".
-    """
+    """Notebook, by its number and title, such as "07 Pack it" -> the exercises in it, in their order, from the
+    notebooks themselves; those without any are left out."""
     found = {}
     for path in sorted(core.notebooks_dir().glob("*.ipynb")):
         text = path.read_text(encoding="utf-8")

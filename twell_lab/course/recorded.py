@@ -78,11 +78,6 @@ def crossed(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None
     return next(((low, high) for (low, before), (high, after) in neighbours if before >= 1 > after), None)
 
 
-def sources(rows: list[dict]) -> str:
-    """Where rows come from: each different `where`, once."""
-    return "; ".join(dict.fromkeys(row["where"] for row in rows))
-
-
 def timed_here(measure: Callable[[], list[dict]]) -> list[dict]:
     """Return the rows that `measure` makes on this machine's GPU, with `where`; [] without one, and, with a printed
     reason, if it cannot do it."""

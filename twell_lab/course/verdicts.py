@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from ..simulator.trace import Trace
 
 UNWRITTEN = -559038737  # what integer outputs of kernels hold before a launch; those of floats hold NaN
 CLOSE = 1e-4  # the largest error of an answer that passes, relative to the size of the exact result
+CHECKS: dict[str, Callable] = {}  # of each exercise: it takes an answer, and returns what is said of a right one
+THEIRS: dict[str, tuple[Callable, ...]] = {}  # what the library has for an exercise already
 
 
 class NotYet(Exception):
@@ -31,7 +34,7 @@ def _refuse(*_, **__):
 def by_hand(answer: Callable, theirs: tuple[Callable, ...]) -> Callable:
     """The reader's function, called while these of the library, which do what it is to do, raise NotYet, under whatever
     name a reader imported them."""
-    functions = [inspect.unwrap(getattr(each, "__func__", each)) for each in theirs]
+    functions = [inspect.unwrap(getattr(own, "__func__", own)) for own in theirs]
     bodies = [function.__code__ for function in functions]
 
     def asked(*given, **named):
@@ -46,6 +49,40 @@ def by_hand(answer: Callable, theirs: tuple[Callable, ...]) -> Callable:
     return asked
 
 
+def exercise(right: str, *theirs: Callable) -> Callable:
+    """Enter a judge, which raises NotYet for a wrong answer, as the check of the exercise that is called as it is.
+
+    right: what is said of a right answer. theirs: what the library has for it already; it refuses to work while the
+    reader's function runs."""
+
+    def enter(judge: Callable) -> Callable:
+        def check(answer) -> str:
+            judge(by_hand(answer, theirs) if callable(answer) else answer)
+            return right
+
+        CHECKS[judge.__name__], THEIRS[judge.__name__] = check, theirs
+        return judge
+
+    return enter
+
+
+def formula(right: str, cases: Iterable[tuple] | Callable[[], Iterable[tuple]], *theirs: Callable) -> Callable:
+    """Enter a function as an exercise: the reader's has to return the same for each of these tuples of arguments, or of
+    those that `cases` draws. right, theirs: as of `exercise`."""
+
+    def enter(exact: Callable) -> Callable:
+        def judge(answer) -> None:
+            for given in cases() if callable(cases) else cases:
+                asked = f"{exact.__name__}({', '.join(map(_shown, given))})"
+                alike(answer(*copy.deepcopy(given)), exact(*given), asked)
+
+        judge.__name__ = exact.__name__
+        exercise(right, exact, *theirs)(judge)
+        return exact
+
+    return enter
+
+
 def written(got):
     """The reader's prediction, or the result of their function; NotYet if it is None or still dots."""
     if got is ...:
@@ -55,26 +92,47 @@ def written(got):
     return got
 
 
-def same(got, want, asked: str) -> None:
-    """NotYet unless the result is this number, or truth value. asked: the call."""
-    if written(got) != want:
-        said = f"{want}" if isinstance(want, bool) else f"{want:,}"
-        raise NotYet(f"{asked} should be {said}; yours gave {got!r}.")
+def alike(got, want, asked: str) -> None:
+    """NotYet unless a result is this one: tensors as of `close`, other floats up to CLOSE, all else exactly. Tensors
+    and arrays pass for lists and numbers. asked: the call."""
+    if isinstance(want, Tensor) and want.is_floating_point():
+        close(got, want, asked)
+    elif (want is not None or got is not None) and not _equal(_plain(written(got)), _plain(want)):
+        should = f"{want:,}" if type(want) is int else _shown(want)
+        raise NotYet(f"{asked} should be {should}; yours gave {got!r}.")
 
 
-def same_list(got, want: list, asked: str, read: Callable = list) -> None:
-    """NotYet unless the result, as `read` gives it, is this list."""
-    if read(written(got)) != want:
-        raise NotYet(f"{asked} should be {want}; yours gave {got!r}.")
+def each(got, want: Iterable, names: Sequence[str], asked: str) -> None:
+    """NotYet unless a result is a tuple of as many as there are names, and each is `alike` the wanted one."""
+    if not isinstance(written(got), tuple) or len(got) != len(names):
+        raise NotYet(f"{asked} should give ({', '.join(names)}); yours gave {got!r:.80}.")
+    for name, mine, right in zip(names, got, want, strict=True):
+        alike(mine, right, f"{name} of {asked}")
 
 
-def near(got, want: float | None, asked: str) -> None:
-    """NotYet unless the result is a number within CLOSE of this one, or None where it is to be None."""
-    if want is None and got is None:
-        return
-    said = "None" if want is None else f"{want:.4g}"
-    if want is None or not isinstance(written(got), (int, float)) or not math.isclose(got, want, rel_tol=CLOSE):
-        raise NotYet(f"{asked} should be {said}; yours gave {got!r}.")
+def _plain(given):
+    """Lists and numbers of torch or numpy as Python's own, wherever they stand."""
+    if isinstance(given, list | tuple):
+        return [_plain(part) for part in given]
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def _equal(got, want) -> bool:
+    if isinstance(want, list):
+        return isinstance(got, list) and len(got) == len(want) and all(map(_equal, got, want))
+    if isinstance(want, float):
+        return isinstance(got, int | float) and math.isclose(got, want, rel_tol=CLOSE)
+    return got == want
+
+
+def _shown(given) -> str:
+    """A value as a call of a function shows it, with few digits; of a large tensor the shape alone."""
+    if isinstance(given, Tensor):
+        return _shown(given.tolist()) if given.numel() <= 60 else f"a tensor of {list(given.shape)}"
+    if isinstance(given, list | tuple):
+        inside = ", ".join(map(_shown, given))
+        return f"[{inside}]" if isinstance(given, list) else f"({inside})"
+    return f"{given:.4g}" if isinstance(given, float) else repr(given)
 
 
 def close(got, exact: Tensor, asked: str) -> None:

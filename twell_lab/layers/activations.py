@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ops.activation import CURVES, RELU, Activation, SquaredReLU
-from .lossy import Cut, ThresholdedActivation
+from .lossy import ThresholdedActivation
 
 if TYPE_CHECKING:
     from ..ops.kept_inputs import Kept
+    from .parts import FeedForward
 
 
 def kind_of(activation) -> str:
@@ -45,20 +46,10 @@ def is_threshold(activation) -> bool:
         return True
     named = isinstance(activation, nn.Module) and "FATReLU" in type(activation).__name__
     bound = getattr(activation, "threshold", None) if named or isinstance(activation, nn.Threshold) else None
-    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 <= bound < inf:
+    if type(bound) not in (int, float) or not 0 <= bound < inf:
         return False
     around = torch.tensor([-2.0, -1.0, -0.5, 0.5, 0.99, 1.01, 2.0, 100.0], device="cpu") * (bound or 1.0)
     return _gives(activation, around, torch.where(around > bound, around, 0.0))
-
-
-def _gives(activation: Callable[[Tensor], Tensor], x: Tensor, wanted: Tensor) -> bool:
-    try:
-        with torch.no_grad():
-            y = activation(x.clone())  # it may work in place
-    except Exception:
-        return False
-    same = isinstance(y, Tensor) and y.dtype == x.dtype
-    return same and torch.allclose(y, wanted, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def computes(activation, gated: bool) -> bool:
@@ -66,10 +57,11 @@ def computes(activation, gated: bool) -> bool:
     return is_relu(activation) or not gated and is_squared(activation) or is_threshold(activation)
 
 
-def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None) -> Kept | None:
+def kernel_inputs(layer: FeedForward) -> Kept | None:
     """Return what the kernel that reads the weights of kept inputs alone computes of a layer; None where it does not
     take it. Where thresholds differ by column, the kernel has none: zeros are there before."""
-    if cut is None or both or is_squared(acts):
+    acts, cut = layer.acts or torch.relu, layer.cut
+    if cut is None or layer.both or layer.gate is layer.up:
         return None
     from ..ops.kept_inputs import Kept
 
@@ -77,39 +69,34 @@ def kernel_inputs(acts: Callable[[Tensor], Tensor], both: bool, cut: Cut | None)
     return None if kind is None else Kept(kind, *((0.0, 0.0) if cut.by_column else cut))
 
 
-def kernel_activation(
-    acts: Callable[[Tensor], Tensor], gated: bool, both: bool, like: Tensor, cut: Cut | None = None
-) -> Activation | None:
-    """Return the activation of a layer as kernels compute it that skip silent neurons; None where none does, as with
-    thresholds on the layer's inputs (cut). both: whether up goes through it too. A squared ReLU counts as a ReLU: its
-    layer is relu(u) * u. like: a tensor with the type and device of the values."""
-    if cut is None and (is_relu(acts) or is_squared(acts)):
-        return Activation(both=both)
-    if cut is not None or both or not is_threshold(acts):
-        return None
-    bound, lossy = float(acts.threshold), isinstance(acts, ThresholdedActivation)
-    if not lossy or is_relu(acts.activation):
-        return _above(acts, bound, gated, like)
-    kind = _curve(acts.activation) if bound else None
-    return None if kind is None else Activation(kind, bound)
-
-
 @torch.no_grad()
-def _above(activation: Callable[[Tensor], Tensor], bound: float, gated: bool, like: Tensor) -> Activation | None:
-    """Return the one that keeps what lies above the greatest value that this one does not keep: whether a threshold
-    between two values is rounded is up to torch's operation there."""
-    unreal = like.is_meta or hasattr(like, "fake_mode")
+def kernel_activation(layer: FeedForward) -> Activation | None:
+    """Return the activation of a layer as kernels compute it that skip silent neurons; None where none does, as with
+    thresholds on the layer's inputs. A squared ReLU counts as a ReLU: its layer is relu(u) * u.
+
+    A threshold keeps what lies above the greatest value that the activation does not keep: whether one between two
+    values is rounded is up to torch's operation, in the weights' type and on their device."""
+    acts, like = layer.acts, layer.up.weight
+    if layer.cut is None and acts is None:
+        return Activation(both=layer.both)
+    if layer.cut is not None or layer.both or not is_threshold(acts):
+        return None
+    bound = float(acts.threshold)
+    if isinstance(acts, ThresholdedActivation) and not is_relu(acts.activation):
+        kind = _curve(acts.activation) if bound else None
+        return None if kind is None else Activation(kind, bound)
     with _disable_current_modes():
-        at = torch.tensor(bound, dtype=like.dtype, device="cpu" if unreal else like.device)
-        near, least, most = [at], torch.full_like(at, -inf), torch.full_like(at, inf)
+        unreal = like.is_meta or hasattr(like, "fake_mode")
+        near = [torch.tensor(bound, dtype=like.dtype, device="cpu" if unreal else like.device)]
+        least, most = (torch.full_like(near[0], end) for end in (-inf, inf))
         for _ in range(2):
             near = [torch.nextafter(near[0], least), *near, torch.nextafter(near[-1], most)]
-        near = torch.stack(near)
-        silent = max((v for v, y in zip(near.tolist(), activation(near.clone()).tolist()) if y == 0), default=inf)
-        nan = activation(torch.full_like(near, torch.nan))
-    if silent == inf:  # a threshold beyond the type's end, or one that is none
-        return None
-    if not gated and not nan.isnan().all():  # such a layer gives numbers for a row without any
+        values = torch.stack(near)
+        silent = max((v for v, y in zip(values.tolist(), acts(values.clone()).tolist()) if y == 0), default=inf)
+        nan = acts(torch.full_like(values, torch.nan)).isnan().all()
+    if (
+        silent == inf or layer.gate is None and not nan
+    ):  # beyond the type's end, or none; or numbers for a row without any
         return None
     return RELU if silent <= 0 else Activation("above", silent)
 
@@ -121,3 +108,13 @@ def _curve(activation: Callable[[Tensor], Tensor]) -> str | None:
         inputs = (short, short.float() * 1.01)
         same = (kind for kind, curve in CURVES.items() if all(_gives(activation, x, curve(x)) for x in inputs))
         return next(same, None)
+
+
+def _gives(activation: Callable[[Tensor], Tensor], x: Tensor, wanted: Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            y = activation(x.clone())  # it may work in place
+    except Exception:
+        return False
+    same = isinstance(y, Tensor) and y.dtype == x.dtype
+    return same and torch.allclose(y, wanted, rtol=0.0, atol=0.0, equal_nan=True)

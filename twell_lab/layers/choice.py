@@ -14,9 +14,8 @@ from .paths import PATHS, STEP, hot_first
 
 @dataclass(frozen=True)
 class Choice:
-    """A path through a layer, by its name in PATHS; on one that splits, with the `hot` most used neurons dense.
-
-    Raises InputError for an unknown path, and for a number of hot neurons that it does not take."""
+    """A path through a layer, by its name in PATHS; on one that splits, with the `hot` most used neurons dense. Raises
+    InputError for an unknown path, and for a number of hot neurons that it does not take."""
 
     path: str = "twell"
     hot: int = 0
@@ -37,8 +36,7 @@ class Choice:
             raise InputError(f"hot is {self.hot} of {d_ff} neurons; {accepted} is accepted")
 
     def __str__(self) -> str:
-        name = f"{self.path} {self.hot}" if self.hot else self.path
-        return name if PATHS[self.path].exact else f"{name} ({LOSSY})"
+        return self.path + f" {self.hot}" * (self.hot > 0) + f" ({LOSSY})" * (not PATHS[self.path].exact)
 
 
 LOSSY = "lossy"  # what a path that is not exact is called wherever it is printed
@@ -88,17 +86,13 @@ class LayerPlan:
     candidates: tuple[Candidate, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
-        if len(self.neuron_counts) != self.d_ff:
-            raise InputError(
-                f"{len(self.neuron_counts)} neuron_counts for layer {self.name!r}; {self.d_ff} are accepted"
-            )
-        classes = {row.tokens for row in self.candidates}
+        many, classes = len(self.neuron_counts), sorted({row.tokens for row in self.candidates})
+        if many != self.d_ff:
+            raise InputError(f"{many} neuron_counts for layer {self.name!r}; {self.d_ff} are accepted")
         chosen = [row.tokens for row in self.candidates if row.chosen]
-        if not chosen or sorted(chosen) != sorted(classes):
-            raise InputError(
-                f"layer {self.name!r} has chosen candidates for tokens {chosen} of {sorted(classes)}; one for each is "
-                "accepted"
-            )
+        if not chosen or sorted(chosen) != classes:
+            said = f"layer {self.name!r} has chosen candidates for tokens {chosen} of {classes}"
+            raise InputError(f"{said}; one for each is accepted")
         for row in self.candidates:
             row.choice.check(self.d_ff)
 

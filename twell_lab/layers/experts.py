@@ -5,8 +5,6 @@ children, "0", "1", ..., and a forward that calls them, `Routed`."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +19,7 @@ FUSED, PLAIN, DOWN, ACTIVATION = "gate_up_proj", "up_proj", "down_proj", "act_fn
 
 
 class Expert(nn.Module):
-    """One expert of a module of them, as a feed-forward layer: x [tokens, d_model] -> [tokens, d_model].
-
-    given: while it computes, which tokens it was given, int64 [tokens], and of how many."""
-
-    given: tuple[Tensor, int] | None = None
+    """One expert of a module of them, as a feed-forward layer: x [tokens, d_model] -> [tokens, d_model]."""
 
     def __init__(self, of: nn.Module, number: int, transposed: bool) -> None:
         super().__init__()
@@ -36,52 +30,41 @@ class Expert(nn.Module):
 
         def part(name: str, half: int | None) -> Part:
             bias = f"{name}_bias"
-            return _ExpertPart(self, half, transposed, (name, bias if bias in of._parameters else None))
+            return _ExpertPart(of, half, transposed, (name, bias if bias in of._parameters else None), number)
 
-        self._family = Family("an expert", first, DOWN, ACTIVATION, FUSED if gated else None)
-        self._projections = part(FUSED, 0) if gated else None, part(first, 1 if gated else None), part(DOWN, None)
+        parts = part(FUSED, 0) if gated else None, part(first, 1 if gated else None), part(DOWN, None)
+        family = Family("an expert", first, DOWN, ACTIVATION, FUSED if gated else None)
+        self._own = FeedForward("", self, *parts, family=family)
 
     of = property(lambda self: self._of[0], doc="The module of all experts.")
 
     def own_parts(self) -> FeedForward:
-        return FeedForward("", self, *self._projections, getattr(self.of, ACTIVATION), family=self._family)
+        return self._own._replace(acts=getattr(self.of, ACTIVATION))
 
     def forward(self, x: Tensor) -> Tensor:
         return formula(self.own_parts(), x)
 
-    @contextmanager
-    def computing(self, rows: Tensor, among: int) -> Iterator[None]:
-        self.given = rows, among
-        try:
-            yield
-        finally:
-            self.given = None
-
 
 class _ExpertPart(Part):
     """A projection of one expert. No module calls it, so what is to see its input or output is given what the expert
-    computes."""
+    computes; meanwhile `given` says which tokens that are, int64 [tokens], and of how many."""
 
-    def __init__(self, expert: Expert, half: int | None, transposed: bool, names: tuple[str, str | None]) -> None:
-        super().__init__(expert.of, half, transposed, names, expert.number)
-        self.expert = expert
+    given: tuple[Tensor, int] | None = None
 
-    given = property(lambda self: self.expert.given)
-
-    def register_forward_hook(self, hook, **how):
+    def register_forward_hook(self, hook):
         return self._when_called(lambda x: hook(self, (x,), linear(x, self.weight, self.bias)))
 
-    def register_forward_pre_hook(self, hook, **how):
-        parts = self.expert.own_parts()
-        return self._when_called(lambda x: hook(self, (hidden_of(parts, x) if self is parts.down else x,)))
+    def register_forward_pre_hook(self, hook):
+        parts = Expert(self.owner, self.index, self.transposed).own_parts()
+        return self._when_called(lambda x: hook(self, (hidden_of(parts, x) if self.names[0] == DOWN else x,)))
 
     def _when_called(self, look):
         def called(module, args, kwargs) -> None:
             x, chosen, _ = _arguments(module, args, kwargs)
             rows = (chosen == self.index).any(-1).nonzero().flatten()
             if rows.numel():
-                with self.expert.computing(rows, len(x)):
-                    look(x[rows])
+                self.given = rows, len(x)
+                look(x[rows])
 
         return self.owner.register_forward_pre_hook(called, with_kwargs=True)
 
@@ -108,18 +91,17 @@ def experts_of(module: nn.Module) -> list[Expert]:
 
 
 def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens [tokens, d_model], and of each its experts and their weights [tokens, top_k]."""
+    """Return the tokens [tokens, d_model], and of each its experts and their weights [tokens, top_k]."""
     if kwargs:
-        args = tuple(inspect.signature(type(module).forward).bind(module, *args, **kwargs).args)[1:]
-    x, chosen, weights = args
-    return x, chosen, weights
+        args = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
+    return args
 
 
 def mixed(x: Tensor, chosen: Tensor, weights: Tensor, experts: int, one) -> Tensor:
     """Return the sum of what the chosen experts give for x [tokens, d_model], weighted. Waits for the device.
 
-    chosen: [tokens, top_k]; numbers from `experts` on are nobody's. one(expert, rows of x, which rows): what an expert
-    gives; called for those that somebody chose."""
+    chosen: [tokens, top_k]; numbers from `experts` on are nobody's. one(expert, rows of x): what an expert gives;
+    called for those that somebody chose."""
     total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
     flat = chosen.reshape(-1)
     counts = torch.bincount(flat, minlength=experts)[:experts].tolist()
@@ -127,7 +109,7 @@ def mixed(x: Tensor, chosen: Tensor, weights: Tensor, experts: int, one) -> Tens
         if len(places):
             rows = places // chosen.shape[-1]
             share = weights[rows, places % chosen.shape[-1], None]
-            total = total.index_add(0, rows, (one(expert, x[rows], rows) * share).to(total.dtype))
+            total = total.index_add(0, rows, (one(expert, x[rows]) * share).to(total.dtype))
     return total.to(x.dtype)
 
 
@@ -144,15 +126,8 @@ class Routed(Over):
     def __call__(self, *args, **kwargs):
         if not self._apart(args, kwargs):
             return self.beneath(*args, **kwargs)
-        x, chosen, weights = _arguments(self.module, args, kwargs)
-
-        def one(number: int, rows: Tensor, which: Tensor) -> Tensor:
-            layer = self.module._modules.get(str(number))
-            expert = self.experts[number] if layer is None else layer.source
-            with expert.computing(which, len(x)):
-                return (layer or expert)(rows)
-
-        return mixed(x, chosen, weights, len(self.experts), one)
+        layers = [self.module._modules.get(str(expert.number), expert) for expert in self.experts]
+        return mixed(*_arguments(self.module, args, kwargs), len(layers), lambda number, rows: layers[number](rows))
 
     def _apart(self, args: tuple, kwargs: dict) -> bool:
         tensors = [t for t in (*args, *kwargs.values(), *self.module._parameters.values()) if isinstance(t, Tensor)]

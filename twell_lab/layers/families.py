@@ -32,10 +32,9 @@ class Family:
 
     def __post_init__(self) -> None:
         optional = [place for place in (self.gate, self.dropout) if place is not None]
-        named = all(
-            isinstance(name, str) and name for name in (self.models, self.up, self.down, self.activation, *optional)
-        )
-        apart = len({self.up, self.down, self.activation}) == 3 and self.gate not in (self.down, self.activation)
+        names = self.models, self.up, self.down, self.activation, *optional
+        named = all(isinstance(name, str) and name for name in names)
+        apart = len({*names[1:4]}) == 3 and self.gate not in names[2:4]
         if not (named and apart and not (optional if self.inside else "." in "".join(self.places))):
             raise InputError(
                 f"{self} cannot be; accepted: names such as 'fc1', two alike for gate and up alone; either "
@@ -54,7 +53,6 @@ class Family:
 
 
 _inside = partial(Family, inside=True)
-
 
 # The first whose parts are all there is taken, so a gated layer stands before a plain one of the same names.
 FAMILIES: list[Family] = [

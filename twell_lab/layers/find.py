@@ -13,18 +13,8 @@ from .activations import computes, is_relu, is_squared, is_threshold, kernel_act
 from .experts import Expert, Routed, experts_of
 from .families import accepted
 from .lossy import HIDDEN, INPUT, Cut, ThresholdedInput, cut_of
-from .parts import (
-    HOOKS,
-    FeedForward,
-    class_of,
-    is_projection,
-    named_family,
-    owner_of,
-    part_at,
-    parts_of,
-    uncompiled,
-)
-from .probe import check_all, difference, title, whole_of
+from .parts import HOOKS, FeedForward, class_of, is_projection, named_family, owner_of, part_at, parts_of, uncompiled
+from .probe import difference, raise_all, title, whole_of, wrong_ones
 
 Only = Callable[[str, nn.Module], bool]
 
@@ -37,8 +27,7 @@ def layer_of(name: str, module: nn.Module, fires: Callable[[object, bool], bool]
     """Return the module as a feed-forward layer, if it has the parts of one and fires(activation, gated) is true."""
     if isinstance(module, StandIn):
         return module.feed_forward(name)
-    parts = parts_of(module)
-    if parts is None:
+    if (parts := parts_of(module)) is None:
         return None
     cut, acts = _cut_in(parts), parts.acts
     if not cut and not fires(acts, parts.gate is not None):
@@ -50,7 +39,7 @@ def layer_of(name: str, module: nn.Module, fires: Callable[[object, bool], bool]
 
 
 def _cut_in(parts: FeedForward) -> Cut | None:
-    return None if parts.family.inside else cut_of(parts.module)  # inside a block projections stay with their hooks
+    return None if parts.family.inside else cut_of(parts.module)  # a block calls its projections, with their hooks
 
 
 def cut_places(parts: FeedForward) -> dict[str, list[nn.Module]]:
@@ -73,12 +62,19 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def feed_forwards(
-    model: nn.Module, *, only: Only | None = None, fires: Callable[[object, bool], bool] = computes
-) -> list[FeedForward]:
+def feed_forwards(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
     """Return every ReLU feed-forward layer of the model, dense or already sparse, by the names of their parts: what is
-    computed between them is not asked. only: layers for which only(name, module) is true. fires(activation, gated):
-    which count. InputError if there is none, naming what is there instead."""
+    computed between them is not asked. only: layers for which only(name, module) is true. InputError if there is none,
+    naming what is there instead."""
+    return _all_of(model, only, computes)
+
+
+def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
+    """Return what `feed_forwards` does, and gated layers of a squared ReLU, which no sparse path computes."""
+    return _all_of(model, only, lambda acts, gated: computes(acts, gated) or is_squared(acts))
+
+
+def _all_of(model: nn.Module, only: Only | None, fires: Callable[[object, bool], bool]) -> list[FeedForward]:
     check_model(model)
     layers = [layer for place in candidates(model) if (layer := layer_of(*place, fires))]
     if not layers:
@@ -89,11 +85,6 @@ def feed_forwards(
     return chosen
 
 
-def firing_layers(model: nn.Module, *, only: Only | None = None) -> list[FeedForward]:
-    """Return what `feed_forwards` does, and gated layers of a squared ReLU, which no sparse path computes."""
-    return feed_forwards(model, only=only, fires=lambda acts, gated: computes(acts, gated) or is_squared(acts))
-
-
 def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
     """Return the layers that can be sparse, swapped ones among them, and by name why each other module with the parts
     of one stays dense; of a module of routed experts that is said once."""
@@ -101,16 +92,17 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
     reasons: dict[str, str] = {}
     asked: dict[nn.Module, tuple[str | None, bool]] = {}
     for name, module in candidates(model):
-        place, whole = whole_of(name, module)
-        family = None if isinstance(module, (Expert, StandIn)) else named_family(module)
-        if not (family or isinstance(module, (Expert, StandIn))) or not selected(only, name, module):
+        swapped = isinstance(module, StandIn)
+        family = None if swapped else named_family(module)
+        if not (family or swapped or isinstance(module, Expert)) or not selected(only, name, module):
             continue
+        place, whole = whole_of(name, module)
         if whole not in asked:
             alone = not name and module is not model or name.rpartition(".")[2] == "_orig_mod"
             if family and not family.inside and alone:
                 asked[whole] = "is compiled by itself, and would go on as it is; accepted: swap first", False
             else:
-                asked[whole] = (None, False) if isinstance(module, StandIn) else examine(module)
+                asked[whole] = (None, False) if swapped else examine(module)
         reason, both = asked[whole]
         if reason is not None:
             reasons[place] = reason
@@ -121,23 +113,18 @@ def survey(model: nn.Module, *, only: Only | None = None) -> tuple[list[FeedForw
 
 def sound(layers: list[FeedForward]) -> list[FeedForward]:
     """Return those of these layers that compute what their parts say (probe). InputError where none does."""
-    wholes = [whole_of(layer.name, layer.module)[1] for layer in layers]
-    wrong = {m for m in dict.fromkeys(wholes) if not isinstance(m, StandIn) and difference(m) is not None}
-    chosen = [layer for layer, whole in zip(layers, wholes) if whole not in wrong]
+    wrong = wrong_ones((layer.name, layer.module) for layer in layers if not isinstance(layer.module, StandIn))
+    chosen = [layer for layer in layers if whole_of("", layer.module)[1] not in wrong]
     if not chosen:
-        check_all((layer.name, layer.module) for layer in layers)
+        raise_all([*wrong.values()])
     return chosen
-
-
-# ---- why a layer stays dense ----
 
 
 def only_dense(found: FeedForward) -> str:
     """Return why no kernel computes a layer of these parts: "" where one does."""
-    acts, gated = found.acts or nn.functional.relu, found.gate is not None
-    kernel = kernel_activation(acts, gated, found.both, found.up.weight, found.cut)
-    if kernel or kernel_inputs(acts, found.both or found.gate is found.up, found.cut):
+    if kernel_activation(found) or kernel_inputs(found):
         return ""
+    acts = found.acts or nn.functional.relu
     return f"its activation ({kind_of(getattr(acts, 'activation', acts))} with a threshold) has no other path"
 
 
@@ -154,7 +141,7 @@ def examine(module: nn.Module) -> tuple[str | None, bool]:
 
 def _unreadable(module: nn.Module) -> str | None:
     """Return what can be said of a module without running it."""
-    parts, family = parts_of(module), None if isinstance(module, Expert) else named_family(module)
+    parts, family = parts_of(module), named_family(module)
     for place in family.projections if family else ():
         part = part_at(module, place)
         if not is_projection(part) or part._parameters.get("weight") is None:
@@ -162,7 +149,7 @@ def _unreadable(module: nn.Module) -> str | None:
                 f"{place} is a {class_of(part)}; accepted: a plain torch.nn.Linear, neither quantised nor parametrized "
                 "nor adapted (merge adapters first)"
             )
-        if (reason := _called(part)) is not None:
+        if (reason := _called(part, () if family.inside else ThresholdedInput)) is not None:
             return f"{place} {reason}"
     if parts is None:
         return f"is no feed-forward layer known here; {accepted()}"
@@ -182,7 +169,7 @@ def _unreadable(module: nn.Module) -> str | None:
     if gate != up or down != up[::-1]:
         return f"has weights of shapes {up}, {gate} and {down}; accepted: up and gate [d_ff, d_model], down turned"
     if isinstance(module, Expert):
-        return None if isinstance(vars(module.of).get("forward"), Routed) else _called(module.of, hooks=False)
+        return None if isinstance(vars(module.of).get("forward"), Routed) else _called(module.of, object)
     if parts.family.inside and up[0] == up[1]:
         return "is as wide inside as outside, so that what its parts hand on could not be told apart"
     for place in _above(parts.family.places) | {parts.family.activation} if parts.family.inside else ():
@@ -193,10 +180,10 @@ def _unreadable(module: nn.Module) -> str | None:
     return _moved(module)
 
 
-def _called(part: nn.Module, hooks: bool = True) -> str | None:
-    """Return why a module has to be called; None if nothing is on it but hooks that zero its small inputs."""
-    on = [hook for kind in HOOKS for hook in vars(part)[kind].values()] if hooks else []
-    if any(not isinstance(getattr(hook, "__self__", None), ThresholdedInput) for hook in on):
+def _called(part: nn.Module, allowed: type | tuple = ()) -> str | None:
+    """Return why a module has to be called; None if nothing is on it but hooks that are methods of what is allowed."""
+    on = [hook for kind in HOOKS for hook in vars(part)[kind].values()]
+    if any(not isinstance(getattr(hook, "__self__", None), allowed) for hook in on):
         return "has hooks, so that it has to be called"
     own = vars(part).get("_old_forward" if "_hf_hook" in vars(part) else "forward")
     if own is not None and getattr(own, "__func__", None) is not type(part).forward:
@@ -207,16 +194,11 @@ def _called(part: nn.Module, hooks: bool = True) -> str | None:
 def _moved(part: nn.Module) -> str | None:
     """Return what accelerate's hook on a module does besides moving its input to where its weights are (device_map)."""
     hook, forward = vars(part).get("_hf_hook"), vars(part).get("forward")
-    if hook is None:
-        return None
     moves = class_of(hook) == "accelerate.hooks.AlignDevicesHook"
     outermost = getattr(getattr(forward, "func", None), "__module__", "") == "accelerate.hooks"
-    if moves and outermost and not hook.no_grad and not hook.offload:
+    if hook is None or moves and outermost and not hook.no_grad and not hook.offload:
         return None
     return f"has a hook of accelerate's ({type(hook).__name__}) that does more than move its input, as offloading does"
-
-
-# ---- whether a layer is still what was swapped ----
 
 
 def _above(places: tuple[str, ...]) -> set[str]:
@@ -230,13 +212,10 @@ def marks_of(module: nn.Module) -> list[tuple]:
     for place in (*family.places, *_above(family.places)) if family else ():
         above, _, name = place.rpartition(".")
         part, holder = part_at(module, place), part_at(module, above) if above else module
-        if not isinstance(part, nn.Module):
-            continue
-        own = vars(part)
-        before, *others = (own[kind] for kind in HOOKS)
-        if isinstance(part, StandIn):  # a SparseFFN in the activation's place calls its hooks itself
-            before, others = {}, [{}, {}, {}]
-        marks.append((holder._modules, name, part, type(part), own.get("forward"), before, len(before), *others))
+        if isinstance(part, nn.Module):
+            own = vars(part)
+            before, *others = [{}] * 4 if isinstance(part, StandIn) else [own[kind] for kind in HOOKS]
+            marks.append((holder._modules, name, part, type(part), own.get("forward"), before, len(before), *others))
     return marks
 
 
@@ -244,20 +223,11 @@ def is_plain(layer) -> bool:
     """Return whether the parts of a SparseFFN are what they were when it was made (`layer.marks`): the same modules of
     the same classes, without a new hook or forward. Takes about a microsecond."""
     for holder, name, part, kind, forward, before, many, after, backward, before_backward in layer.marks:
-        if (
-            holder.get(name) is not part
-            or type(part) is not kind
-            or part.__dict__.get("forward") is not forward
-            or after
-            or backward
-            or before_backward
-            or len(before) != many
-        ):
+        if holder.get(name) is not part or type(part) is not kind or part.__dict__.get("forward") is not forward:
+            return False
+        if after or backward or before_backward or len(before) != many:
             return False
     return True
-
-
-# ---- models, and what to say of them ----
 
 
 def check_model(model) -> None:

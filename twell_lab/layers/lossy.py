@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from ..core import InputError
 
+INPUT, HIDDEN = "input", "hidden"  # the places of a layer where inputs are zeroed: before gate and up, and before down
+
 
 def zeroed(values: Tensor, threshold: float | Tensor) -> Tensor:
     """Return the values [..., n] with those below the threshold in magnitude exactly zero; NaN stays. threshold: of all
@@ -34,10 +36,8 @@ class Lossy(nn.Module):
 
 
 class ThresholdedActivation(Lossy):
-    """An activation whose small values are zero: what CATS (Lee et al., arXiv 2404.08763) puts behind the gate.
-
-    A neuron below the threshold is silent: its up value and its row of down count for nothing. activation: what stood
-    in this place, a module or a function."""
+    """An activation, a module or a function, whose small values are zero: what CATS (Lee et al., arXiv 2404.08763) puts
+    behind the gate. A neuron below the threshold is silent: its up value and its row of down count for nothing."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor], threshold: float) -> None:
         super().__init__(threshold)
@@ -93,14 +93,11 @@ class ThresholdedInput(Lossy):
         """Leave the inputs of the projections of this layer as they are."""
         own = cls.of(layer)
         for part in layer.modules() if own else ():
-            hooks = part._forward_pre_hooks
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in own.values()]:
-                del hooks[key]
+            for key, hook in [*part._forward_pre_hooks.items()]:
+                if getattr(hook, "__self__", None) in own.values():
+                    del part._forward_pre_hooks[key]
         for name in own:
             del layer._modules[name]
-
-
-INPUT, HIDDEN = "input", "hidden"  # the places of a layer where inputs are zeroed: before gate and up, and before down
 
 
 class Cut(NamedTuple):
@@ -110,9 +107,7 @@ class Cut(NamedTuple):
     input: float | Tensor
     hidden: float | Tensor
 
-    @property
-    def by_column(self) -> bool:
-        return isinstance(self.input, Tensor)
+    by_column = property(lambda self: isinstance(self.input, Tensor))
 
     def __str__(self) -> str:
         least = ["its column's threshold" if isinstance(bound, Tensor) else f"{bound:.4g}" for bound in self]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from types import MethodType
 from typing import NamedTuple, TypeAlias
 
@@ -15,19 +14,16 @@ from torch.nn.functional import linear
 from .families import FAMILIES, Family
 from .lossy import Cut, zeroed
 
-# Classes of transformers that compute x W^T + b in another way than nn.Linear, and Conv1D, which stores W^T.
-_TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
-_LIKE_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear", *_TRANSPOSED)
-
+# Classes of transformers that compute x W^T + b in another way than nn.Linear; Conv1D stores W^T.
+_CONV1D, _FALCON = "transformers.pytorch_utils.Conv1D", "transformers.models.falcon.modeling_falcon.FalconLinear"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclass(eq=False)
 class Part:
-    """A projection that a module stores as a half of its rows, as its transpose, or as one of several weights.
-
-    owner: the module. half: 0 or 1, None for all rows. names: what it calls weight and bias. index: which of the
-    weights, None where there is one. Weight and bias are views, made anew when they are read."""
+    """A projection that a module, its owner, stores as a half (0 or 1) of its rows, as its transpose, or as one of
+    several weights, with this index. names: what the module calls weight and bias. Both are views, made anew when they
+    are read. A hook goes on the module, which is what the model calls."""
 
     owner: nn.Module
     half: int | None = None
@@ -35,29 +31,25 @@ class Part:
     names: tuple[str, str | None] = ("weight", "bias")
     index: int | None = None
 
-    weight = property(lambda self: self._rows(getattr(self.owner, self.names[0]), self.transposed))
+    weight = property(lambda self: self._rows(self.names[0], self.transposed))
+    bias = property(lambda self: self._rows(self.names[1]) if self.names[1] else None)
 
-    @property
-    def bias(self) -> Tensor | None:
-        stored = getattr(self.owner, self.names[1]) if self.names[1] else None
-        return None if stored is None else self._rows(stored)
-
-    def _rows(self, stored: Tensor, transposed: bool = False) -> Tensor:
+    def _rows(self, name: str, transposed: bool = False) -> Tensor | None:
+        if (stored := getattr(self.owner, name)) is None:
+            return None
         stored = stored if self.index is None else stored[self.index]
         stored = stored.t() if transposed else stored
         rows = stored.shape[0] // 2
         return stored if self.half is None else stored.narrow(0, self.half * rows, rows)
 
-    # What is put here is to see what the model computes, so it goes on the module that the model calls.
+    def register_forward_pre_hook(self, hook):
+        return self.owner.register_forward_pre_hook(hook)
 
-    def register_forward_pre_hook(self, hook, **how):
-        return self.owner.register_forward_pre_hook(hook, **how)
-
-    def register_forward_hook(self, hook, **how):
+    def register_forward_hook(self, hook):
         def of_half(module, args, output):  # to look on, not to change
             hook(module, args, output if self.half is None else output.chunk(2, dim=-1)[self.half])
 
-        return self.owner.register_forward_hook(of_half, **how)
+        return self.owner.register_forward_hook(of_half)
 
 
 Projection: TypeAlias = nn.Linear | Part
@@ -67,17 +59,9 @@ def owner_of(part: Projection) -> nn.Module:
     return part.owner if isinstance(part, Part) else part
 
 
-def _read(part: Projection) -> tuple[Tensor, Tensor | None]:
-    own = part.__dict__.get("_parameters")  # asking a module for an attribute takes long
-    weight = own and own.get("weight")
-    return (part.weight, part.bias) if weight is None else (weight, own.get("bias"))
-
-
 class Weights(NamedTuple):
-    """A layer's weights and biases, in the order in which the operators take them.
-
-    gate, up: [d_ff, d_model], gate None for a plain layer, and up itself for one whose ReLU is squared; down: [d_model,
-    d_ff]; biases [d_ff], [d_ff], [d_model], or None."""
+    """A layer's weights and biases, in the order in which the operators take them: gate and up [d_ff, d_model], down
+    [d_model, d_ff], biases [d_ff], [d_ff], [d_model]. gate is None for a plain layer, and up for a squared ReLU."""
 
     gate: Tensor | None
     up: Tensor
@@ -88,10 +72,9 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, gate: Projection | None, up: Projection, down: Projection) -> Weights:
-        up_weight, up_bias = _read(up)
-        down_weight, down_bias = _read(down)
-        gate_weight, gate_bias = (up_weight, up_bias) if gate is up else (None, None) if gate is None else _read(gate)
-        return cls(gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
+        weight, bias = up.weight, up.bias
+        first = (weight, bias) if gate is up else (None, None) if gate is None else (gate.weight, gate.bias)
+        return cls(first[0], weight, down.weight, first[1], bias, down.bias)
 
     def named(self) -> dict[str, Tensor]:
         """Return those that are there, by name."""
@@ -99,12 +82,12 @@ class Weights(NamedTuple):
 
 
 class FeedForward(NamedTuple):
-    """One feed-forward layer, and where its parts are.
+    """One feed-forward layer, by its name in the model, and where its parts are.
 
-    name: in its model. gate: None in plain layers; find.layer_of puts up there where a plain layer's ReLU is squared,
-    since that is relu(u) * u, and leaves `acts` to activations with a threshold, and to layers with a `cut`. both:
-    whether up is known to go through the activation as well. cut: the thresholds on its inputs and hidden values, if it
-    has them (TEAL); then all that is kept of the latter fires. drop: a dropout before the down projection."""
+    gate: None in plain layers; find.layer_of puts up there where a plain layer's ReLU is squared, since that is
+    relu(u) * u, and leaves `acts` to activations with a threshold, and to layers with a `cut`. both: whether up is
+    known to go through the activation as well. cut: the thresholds on its inputs and hidden values (TEAL); then all
+    that is kept of the latter fires. drop: a dropout before the down projection."""
 
     name: str
     module: nn.Module
@@ -149,16 +132,15 @@ def formula(layer: FeedForward, x: Tensor, seen: Callable[[Tensor], Tensor] | No
 
 def part_at(module: nn.Module, place: str) -> object:
     """Return what is at this place in the module, such as "output.dense"; None if there is nothing."""
-    try:
-        return attrgetter(place)(module)
-    except AttributeError:
-        return None
+    for name in place.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def put(module: nn.Module, place: str, part: object) -> None:
     """Set what is at this place in the module: a module, or a function."""
     above, _, name = place.rpartition(".")
-    block = attrgetter(above)(module) if above else module
+    block = module.get_submodule(above)
     if not isinstance(part, nn.Module):
         block._modules.pop(name, None)  # torch would not have a function in a module's place
     setattr(block, name, part)
@@ -173,9 +155,9 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 def named_family(module: nn.Module) -> Family | None:
     """Return the first family whose parts are all there, whatever they are."""
-    own = uncompiled(module) is module  # torch.compile's wrapper answers to the names of what it wraps
-    fits = (family for family in FAMILIES if all(part_at(module, place) is not None for place in family.places))
-    return next(fits, None) if own else None
+    if uncompiled(module) is not module:  # torch.compile's wrapper answers to the names of what it wraps
+        return None
+    return next((of for of in FAMILIES if all(part_at(module, place) is not None for place in of.places)), None)
 
 
 def class_of(module) -> str:
@@ -185,7 +167,7 @@ def class_of(module) -> str:
 def is_projection(module) -> bool:
     """Return whether the module's class computes x W^T + b, so that weight and bias say all about it."""
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return plain or class_of(module) in _LIKE_LINEAR
+    return plain or class_of(module) in (_CONV1D, _FALCON)
 
 
 def parts_of(module: nn.Module) -> FeedForward | None:
@@ -193,20 +175,17 @@ def parts_of(module: nn.Module) -> FeedForward | None:
     if (own := getattr(module, "own_parts", None)) is not None:
         return own()
     family = named_family(module)
-    if family is None:
-        return None
-    if not all(is_projection(part_at(module, place)) for place in family.projections):
+    if family is None or not all(is_projection(part_at(module, place)) for place in family.projections):
         return None
 
     def part(place: str, half: int) -> Projection:
         owner, fused = part_at(module, place), place == family.gate == family.up
-        transposed = class_of(owner) in _TRANSPOSED
+        transposed = class_of(owner) == _CONV1D
         return Part(owner, half if fused else None, transposed) if fused or transposed else owner
 
-    gate, up, down = part(family.gate, 0) if family.gate else None, part(family.up, 1), part(family.down, 0)
-    acts, drop = part_at(module, family.activation), part_at(module, family.dropout) if family.dropout else None
-    drop = drop if isinstance(drop, nn.Dropout) else None
-    return FeedForward("", module, gate, up, down, acts, family=family, drop=drop)
+    gate, drop = part(family.gate, 0) if family.gate else None, family.dropout and part_at(module, family.dropout)
+    parts = gate, part(family.up, 1), part(family.down, 0), part_at(module, family.activation)
+    return FeedForward("", module, *parts, family=family, drop=drop if isinstance(drop, nn.Dropout) else None)
 
 
 class Over:
@@ -218,9 +197,7 @@ class Over:
 
     def beneath(self, *args, **kwargs):
         """Return what the module computes without this."""
-        if self.before is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self.before(*args, **kwargs)
+        return (self.before or MethodType(type(self.module).forward, self.module))(*args, **kwargs)
 
     @classmethod
     def take_off(cls, module: nn.Module) -> None:

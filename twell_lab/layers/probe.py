@@ -9,7 +9,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -43,7 +43,17 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
     second derivative, passes."""
     try:
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            return _asked(module, both)
+            own = _parts(module).up.weight.dtype
+            wider = (dtype for dtype in (torch.float32, torch.float64) if dtype.itemsize > own.itemsize)
+            for dtype in (own, *wider):
+                off, what = max(_Trial(module, dtype, both).differences())
+                if off == 0 or off <= EXACT and dtype.itemsize >= 4:
+                    return None
+                if 0.25 < off < float("inf"):  # no rounding
+                    break
+        said = "down(act(up(x)))" if _parts(module).gate is None else "down(act(gate(x)) * up(x))"
+        share = f"{100 * off:.3g}%" if off < float("inf") else "not finite where the formula's is, or the other way,"
+        raise Other(f"does not compute {said}: {what} is {share} off")
     except Other as error:
         return f"{error}; accepted: a layer that computes its formula and does nothing else, or an `only` without it"
     except Exception as error:
@@ -54,10 +64,15 @@ def difference(module: nn.Module, both: bool = False) -> str | None:
         )
 
 
+def wrong_ones(layers: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
+    """Return which of these modules have a `difference`, and what messages say of each."""
+    wholes = {whole: name for name, whole in (whole_of(*layer) for layer in layers)}
+    return {m: f"{title(name, m)} {reason}" for m, name in wholes.items() if (reason := difference(m)) is not None}
+
+
 def check_all(layers: Iterable[tuple[str, nn.Module]]) -> None:
     """Raise InputError naming each of these modules that has a `difference`."""
-    modules = dict(whole_of(*layer) for layer in layers)
-    raise_all([f"{title(name, m)} {reason}" for name, m in modules.items() if (reason := difference(m)) is not None])
+    raise_all([*wrong_ones(layers).values()])
 
 
 def whole_of(name: str, module: nn.Module) -> tuple[str, nn.Module]:
@@ -77,76 +92,106 @@ def raise_all(reasons: list[str]) -> None:
         raise InputError("; ".join(reasons[:4]) + more)
 
 
-def _asked(module: nn.Module, both: bool) -> str | None:
-    parts = _parts(module)
-    own = parts.up.weight.dtype
-    for dtype in dict.fromkeys((own, torch.float32, torch.float64)):
-        if dtype.itemsize < own.itemsize:
-            continue
-        off, what = max(_Trial(module, dtype, both).differences())
-        if off == 0 or off <= EXACT and dtype.itemsize >= 4:
-            return None
-        if 0.25 < off < float("inf"):  # no rounding
-            break
-    said = "down(act(up(x)))" if parts.gate is None else "down(act(gate(x)) * up(x))"
-    share = f"{100 * off:.3g}%" if off < float("inf") else "not finite where the formula's is, or the other way round,"
-    raise Other(f"does not compute {said}: {what} is {share} off")
-
-
 def _parts(module: nn.Module) -> FeedForward:
     routed = experts_of(module)
     return routed[0].own_parts() if routed else parts_of(module)
 
 
-# ---- copies of the layer ----
-
-
-@lru_cache(1)
-def _numbers() -> Tensor:
-    return _normal(2, 1_048_573)  # a prime: where they are repeated, no two rows of a weight are alike
-
-
-def _normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-
-
-def _drawn(t: Tensor, number: int, dtype: torch.dtype) -> Tensor:
-    """Return what takes the place of a module's tensor in its copies: drawn weights, or its own buffer's values."""
-    empty = t.is_meta or hasattr(t, "fake_mode")
-    values = t.detach()
-    if isinstance(t, nn.Parameter) or empty:
-        start = 7919 * (number + 1) % (len(_numbers()) // 2)
-        values = _numbers()[start : start + t.numel()].to("cpu" if empty else t.device)
-        values = values.repeat(-(-t.numel() // max(1, len(values))))[: t.numel()].view(t.shape)
-        values = values * (t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0)
-    return values.to(dtype if t.is_floating_point() else t.dtype)
-
-
-@contextmanager
-def _same_random(device: torch.device) -> Iterator[None]:
-    """Within this context random numbers are the same each time, and nothing is cast; then they go on as before."""
-    python, own = random.getstate(), [device.index] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(own), torch.autocast(device.type, enabled=False):
-            for generator in [torch.default_generator, *(torch.cuda.default_generators[index] for index in own)]:
-                generator.manual_seed(0)
-            random.seed(0)
-            yield
-    finally:
-        random.setstate(python)
-
-
-# ---- what it gives, beside the formula ----
-
-
 class _Trial:
-    """A layer that is asked in one dtype: what fresh copies of it give, and what its formula does."""
+    """A layer that is asked in one dtype: what fresh copies of it give, and what its formula does. Copies have drawn
+    weights, and its own buffers' values."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, both: bool) -> None:
         self.module, self.both, self.parts = module, both, _parts(module)
         self.routed, self.inside = bool(experts_of(module)), self.parts.family.inside
         tensors = (*module.parameters(), *module.buffers())
         self.drawn = {id(t): _drawn(t, number, dtype) for number, t in enumerate(tensors)}
+
+    def differences(self) -> Iterator[tuple[float, str]]:
+        """Yield how far the layer is off in each thing that is compared, and what that is."""
+        d_model, like = self.parts.up.weight.shape[1], self.drawn[id(next(self.parts.owners[0].parameters()))]
+        x = (_normal(1, len(SCALES), ROWS, d_model) * torch.tensor(SCALES, device="cpu")[:, None, None]).to(like)
+        forms = [x, x.flatten(0, 1), x[1:2, :1], x[1, :1]]  # with and without a batch, and one row alone
+        forms = forms[1:2] if self.routed else forms[:1] if self.inside else forms
+        scales = SCALES if self.inside else (1.0,)  # whatever norm comes before the parts of a block
+        failed, answers = None, 0
+        for rows, training, scale in product(forms, (False, True), scales):
+            wanted, alone = None, rows.shape[:-1].numel() == 1
+            for learns in (False,) if self.routed else (True, False):
+                try:
+                    own = self.results(rows, training, learns, scale)
+                except (Other, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:  # what cannot be trained has no gradients that could be others
+                    failed = failed or error
+                    continue
+                answers += not alone
+                if wanted is None or self.inside:  # elsewhere the formula's outputs have no gradients to wait for
+                    wanted = self.results(rows, training, learns, scale, by_formula=True)
+                for name, y in wanted.items():
+                    output = not name.startswith("the gradient of")
+                    if output or learns:
+                        mode = f"in {'training' if training else 'evaluation'} mode {name}"
+                        mode += " with gradients" * (output and learns) + " for one row alone" * alone
+                        yield _off(own.get(name), y, output), mode
+        if not answers and failed:
+            raise failed
+
+    def results(self, rows: Tensor, training: bool, learns: bool, scale: float, by_formula=False) -> dict[str, Any]:
+        """Return the outputs for these rows and, if it learns, the gradients of x and of the projections' tensors, zero
+        where there are none, by name."""
+        twin, x = self.copy(training, scale), rows.clone().requires_grad_(learns)
+        with torch.set_grad_enabled(learns), _same_random(x.device):
+            given, before = x * 1, _attributes(twin)  # no leaf: a block may write to it
+            outputs = self.outputs(twin, given, by_formula)
+            if not (self.inside or by_formula):
+                if not torch.equal(given, x):
+                    raise Other("writes to its input")
+                if left := sorted({name for name, _ in _attributes(twin) - before}):
+                    raise Other(f"sets {', '.join(left[:5])} in its forward")
+            results = {f"its output {at or ''}".strip(): y for at, y in enumerate(outputs)}
+            if learns:
+                owners = _parts(twin).owners
+                named = [(name, part) for name, part in twin.named_modules() if part in owners]
+                leaves = {"x": x} | {
+                    f"{place}.{name}": p for place, part in named for name, p in part.named_parameters()
+                }
+                ends = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
+                upstream, gradients = [_normal(3, *y.shape).to(y) for y in ends], map(torch.zeros_like, leaves.values())
+                if ends:
+                    gradients = torch.autograd.grad(ends, [*leaves.values()], upstream, materialize_grads=True)
+                results |= {f"the gradient of {name}": gradient for name, gradient in zip(leaves, gradients)}
+        return {name: y.detach() if isinstance(y, Tensor) else y for name, y in results.items()}
+
+    def outputs(self, twin: nn.Module, x: Tensor, by_formula: bool) -> list[Any]:
+        """Return what a copy gives for x, or its formula: of experts with drawn choices of up to four of them for each
+        row; of a block all that comes out, where the formula stands in the place of the activation, and the projections
+        hand on what they get."""
+        parts, experts = _parts(twin)._replace(both=self.both), experts_of(twin)
+        if experts:
+            draw = torch.Generator("cpu").manual_seed(4)
+            chosen = torch.rand(len(x), len(experts), generator=draw, device="cpu").argsort(1)[:, :4].to(x.device)
+            weights = torch.rand(chosen.shape, generator=draw, device="cpu").to(x)
+            if by_formula:
+                return [mixed(x, chosen, weights, len(experts), lambda number, rows: experts[number](rows))]
+            return [type(twin).forward(twin, x, chosen, weights)]
+        if not self.inside:
+            return [formula(parts, x) if by_formula else twin(x)]
+        if by_formula:
+            stub = nn.Identity()
+            stub.forward = lambda rows: formula(parts, rows)
+            put(twin, parts.family.activation, stub)
+            for projection in parts.owners:
+                projection.forward = lambda rows: rows
+        wanted = list(inspect.signature(twin.forward).parameters.values())[1:]
+        others: list[Tensor | None] = [None] * sum(
+            one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in wanted
+        )
+        if parts.family.residual and others:
+            others[0] = x.detach().clone()
+        returned = twin.forward(x, *others)  # not by a __call__ that checkpoints
+        returned = returned if isinstance(returned, (tuple, list)) else [returned]
+        return [t for t in returned if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1]
 
     def copy(self, training: bool, scale: float) -> nn.Module:
         """Return the module as it is, on fresh copies of its state, without hooks. scale: of its up projection."""
@@ -165,99 +210,32 @@ class _Trial:
             p.data = p.data * scale
         return twin.train(training)
 
-    def differences(self) -> Iterator[tuple[float, str]]:
-        """Yield how far the layer is off in each thing that is compared, and what that is."""
-        d_model, like = self.parts.up.weight.shape[1], self.drawn[id(next(self.parts.owners[0].parameters()))]
-        x = _normal(1, len(SCALES), ROWS, d_model) * torch.tensor(SCALES, device="cpu")[:, None, None]
-        x = x.to(like)
-        forms = [x, x.flatten(0, 1), x[1:2, :1], x[1, :1]]  # with and without a batch, and one row alone
-        forms = forms[1:2] if self.routed else forms[:1] if self.inside else forms
-        scales, answers = SCALES if self.inside else (1.0,), 0  # whatever norm comes before the parts of a block
-        for given, training, scale in product(forms, (False, True), scales):
-            wanted = None
-            for learns in (False,) if self.routed else (True, False):
-                own = self.tried(given, training, learns, scale)
-                if own is None:
-                    continue  # what cannot be trained has no gradients that could be others
-                answers += given.shape[:-1].numel() > 1
-                if wanted is None or self.inside:  # elsewhere the formula's outputs have no gradients to wait for
-                    wanted = self.results(given, training, learns, scale, by_formula=True)
-                mode = f"in {'training' if training else 'evaluation'} mode"
-                where = " for one row alone" if given.shape[:-1].numel() == 1 else ""
-                for name, y in wanted.items():
-                    output = not name.startswith("the gradient of")
-                    if output or learns:
-                        what = f"{mode} {name}{' with gradients' if output and learns else ''}{where}"
-                        yield _off(own.get(name), y, output), what
-        if not answers:
-            self.results(forms[0])  # raises what keeps it from answering
 
-    def tried(self, *how) -> dict[str, Any] | None:
-        """Return the results; None where the layer raises an error of its own."""
-        try:
-            return self.results(*how)
-        except (Other, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            return None
-
-    def results(self, rows: Tensor, training=False, learns=False, scale=1.0, *, by_formula=False) -> dict[str, Any]:
-        """Return the outputs for these rows and, if it learns, the gradients of x and of the projections' tensors, by
-        name."""
-        twin, x = self.copy(training, scale), rows.clone().requires_grad_(learns)
-        with torch.set_grad_enabled(learns), _same_random(x.device):
-            given, before = x * 1, set() if by_formula else _attributes(twin)  # no leaf: a block may write to it
-            outputs = self.run(twin, given, by_formula)
-            if not self.inside and not by_formula:
-                if not torch.equal(given, x):
-                    raise Other("writes to its input")
-                if left := sorted({name for name, _ in _attributes(twin) - before}):
-                    raise Other(f"sets {', '.join(left[:5])} in its forward")
-            results = {f"its output {at or ''}".strip(): y for at, y in enumerate(outputs)}
-            if learns:
-                results |= _gradients(twin, x, outputs)
-        return {name: y.detach() if isinstance(y, Tensor) else y for name, y in results.items()}
-
-    def run(self, twin: nn.Module, x: Tensor, by_formula: bool) -> list[Any]:
-        """Return what a copy gives for x, or its formula: of experts with drawn choices of up to four of them for each
-        row; of a block all that comes out, where the formula stands in the place of the activation, and the projections
-        hand on what they get."""
-        parts, experts = _parts(twin)._replace(both=self.both), experts_of(twin)
-        if experts:
-            draw = torch.Generator("cpu").manual_seed(4)
-            chosen = torch.rand(len(x), len(experts), generator=draw, device="cpu").argsort(1)[:, :4].to(x.device)
-            weights = torch.rand(chosen.shape, generator=draw, device="cpu").to(x)
-            if by_formula:
-                return [mixed(x, chosen, weights, len(experts), lambda number, rows, _: experts[number](rows))]
-            return [type(twin).forward(twin, x, chosen, weights)]
-        if not self.inside:
-            return [formula(parts, x) if by_formula else twin(x)]
-        if by_formula:
-            stub = nn.Identity()
-            stub.forward = lambda rows: formula(parts, rows)
-            put(twin, parts.family.activation, stub)
-            for projection in parts.owners:
-                projection.forward = lambda rows: rows
-        wanted = list(inspect.signature(twin.forward).parameters.values())[1:]
-        needed = [one for one in wanted if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-        residual = parts.family.residual
-        others = [x.detach().clone() if residual and not number else None for number in range(len(needed))]
-        returned = twin.forward(x, *others)  # not by a __call__ that checkpoints
-        returned = returned if isinstance(returned, (tuple, list)) else [returned]
-        return [t for t in returned if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1]
+def _normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
-def _gradients(twin: nn.Module, x: Tensor, outputs: list[Any]) -> dict[str, Tensor]:
-    """Return those of x and of the projections' tensors, by name; zero where there are none."""
-    owners = _parts(twin).owners
-    named = ((name, part) for name, part in twin.named_modules() if part in owners)
-    leaves = {"x": x} | {f"{place}.{name}": p for place, part in named for name, p in part.named_parameters()}
-    following = [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
-    upstream, gradients = [_normal(3, *y.shape).to(y) for y in following], [None] * len(leaves)
-    if following:
-        gradients = torch.autograd.grad(following, [*leaves.values()], upstream, materialize_grads=True)
-    pairs = zip(leaves.items(), gradients)
-    return {f"the gradient of {name}": torch.zeros_like(t) if g is None else g for (name, t), g in pairs}
+def _drawn(t: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+    empty, values = t.is_meta or hasattr(t, "fake_mode"), t.detach()
+    if isinstance(t, nn.Parameter) or empty:
+        device = torch.device("cpu") if empty else t.device
+        values = torch.randn(t.shape, generator=torch.Generator(device).manual_seed(number + 5), device=device)
+        values *= t.shape[-1] ** -0.5 if t.dim() > 1 else 1.0
+    return values.to(dtype if t.is_floating_point() else t.dtype)
+
+
+@contextmanager
+def _same_random(device: torch.device) -> Iterator[None]:
+    """Within this context random numbers are the same each time, and nothing is cast; then they go on as before."""
+    python, own = random.getstate(), [device.index] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(own), torch.autocast(device.type, enabled=False):
+            for generator in [torch.default_generator, *(torch.cuda.default_generators[index] for index in own)]:
+                generator.manual_seed(0)
+            random.seed(0)
+            yield
+    finally:
+        random.setstate(python)
 
 
 def _tensors(table: dict) -> list[Tensor]:
@@ -281,7 +259,7 @@ def _off(y: Any, wanted: Tensor, by_row: bool) -> float:
     if not isinstance(y, Tensor) or (y.shape, y.dtype) != (wanted.shape, wanted.dtype):
         what = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
         raise Other(f"returns {what} where its formula gives {wanted.dtype} {list(wanted.shape)}")
-    if torch.allclose(y, wanted, rtol=0.0, atol=0.0, equal_nan=True):
+    if torch.equal(y, wanted):  # the rest takes four times as long as all runs of a layer
         return 0.0
     finite, gap, size = wanted.isfinite(), y.double() - wanted.double(), wanted.double()
     if not torch.equal(y.isfinite(), finite):

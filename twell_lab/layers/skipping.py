@@ -1,8 +1,6 @@
-"""A linear layer that reads the weights of nonzero inputs alone, for few tokens on a GPU.
-
-It computes what torch.nn.Linear computes, of any input: a zero spares its column of the weight. Zeros come from what
-stands before, such as the thresholds of TEAL (Liu et al., arXiv 2408.14690) on the inputs of an attention's
-projections. The weight stays the model's own parameter, stored by columns."""
+"""A linear layer that reads the weights of nonzero inputs alone, for few tokens on a GPU: a zero spares its column of
+the weight, which stays the model's own parameter, stored by columns. Zeros come from what stands before, such as the
+thresholds of TEAL (Liu et al., arXiv 2408.14690) on the inputs of an attention's projections."""
 
 from __future__ import annotations
 
@@ -19,16 +17,13 @@ class SkippingLinear(nn.Linear):
     """A torch.nn.Linear whose zero inputs cost nothing where the kernel `kept_inputs` runs; made by `skip`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.is_cuda and 0 < input.shape[:-1].numel() <= kept_inputs.FEW and self._is_usual(input):
-            if is_dynamo_compiling():
-                return torch.ops.twell_lab.kept_inputs(input, self.weight, None, self.bias, None, 0.0, None)
-            return kept_inputs.operator(input, self.weight, None, self.bias)
-        return linear(input, self.weight, self.bias)
-
-    def _is_usual(self, input: Tensor) -> bool:
-        """Return whether this is a plain call without gradients, of tensors of one type."""
-        plain = is_dynamo_compiling() or type(input) is Tensor and checks.plain_eager()
-        return plain and input.dtype == self.weight.dtype and not checks.needs_gradient(input, self.weight, self.bias)
+        compiling, few = is_dynamo_compiling(), input.is_cuda and 0 < input.shape[:-1].numel() <= kept_inputs.FEW
+        plain = few and (compiling or type(input) is Tensor and checks.plain_eager())
+        if not plain or input.dtype != self.weight.dtype or checks.needs_gradient(input, self.weight, self.bias):
+            return linear(input, self.weight, self.bias)
+        if compiling:
+            return torch.ops.twell_lab.kept_inputs(input, self.weight, None, self.bias, None, 0.0, None)
+        return kept_inputs.operator(input, self.weight, None, self.bias)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -20,7 +19,7 @@ from .choice import DENSE, Choice, LayerPlan
 from .experts import Expert
 from .find import FeedForward, StandIn, examine, is_plain, layer_of, marks_of
 from .lossy import Lossy, cut_of, zeroed
-from .parts import Over, Weights, formula, owner_of, part_at, parts_of, put
+from .parts import Over, Weights, formula, part_at, parts_of, put
 from .paths import PATHS
 from .terms import learn, of_hidden, prepare
 
@@ -33,39 +32,6 @@ _MOST_PREPARED = 64  # shapes of x whose calls a layer keeps
 _grad_enabled, _STRIDED = torch.is_grad_enabled, torch.strided
 
 
-class Prepared:
-    """A call of a layer on a GPU, prepared for x of one shape and alignment, with gradients on or off: how it runs, and
-    for which weights."""
-
-    def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, parts: list[Any]) -> None:
-        self.run, self.dtype, self.index = run, x.dtype, x.get_device()
-        self.grad, self.wanted = _grad_enabled(), x.requires_grad
-        # Of each parameter: where it is, itself, its address, its strides, and whether it learns; None without a bias.
-        tables = {id(m): m._parameters for m in (owner_of(part) for part in parts if part is not None)}
-        self.weights: list[tuple] = []
-        for own, name, t in [(table, *item) for table in tables.values() for item in table.items()]:
-            lies = (None,) * 3 if t is None else (t.data_ptr(), t.stride(), t.requires_grad)
-            self.weights.append((own, name, t, *lies))
-
-    def holds(self, x: Tensor) -> bool:
-        """Return whether it may run: x has the type, lies on the device, and every weight is where it was."""
-        if x.dtype is not self.dtype or x.get_device() != self.index or not x.is_contiguous():
-            return False
-        grad = self.grad
-        if grad and x.requires_grad is not self.wanted:
-            return False
-        for table, name, t, at, strides, wanted in self.weights:
-            if table.get(name) is not t:
-                return False
-            if t is None:
-                continue
-            if t.data_ptr() != at or t.stride() != strides or t.dtype is not self.dtype:
-                return False
-            if grad and t.requires_grad is not wanted:
-                return False
-        return True
-
-
 class SparseFFN(nn.Module, StandIn):
     """A ReLU feed-forward layer, gated or plain, that computes only what its firing neurons need.
 
@@ -74,11 +40,10 @@ class SparseFFN(nn.Module, StandIn):
     rewritten; `train()` later changes nothing, stays exact and may be slow.
 
     A forward on plain tensors runs a path (ops.dispatch says which kernels that are on which GPU); where gradients are
-    needed, ops.train does. A tile with more firing neurons than it has words costs time for its row, never a value:
-    `down_rows` or ops.train_lost computes that row from the dense weights. Whatever is unusual calls the
-    dense module, with its projections as modules: transforms, traces, forward AD, autocast without gradients, tensor
-    subclasses, other dtypes, and a projection that was replaced, hooked, parametrized or adapted after the swap. So do
-    activations that no kernel computes (`acts` and `kept` are None), and gradients of all but the ReLU and its square.
+    needed, ops.train does. Whatever is unusual calls the dense module, with its projections as modules: transforms,
+    traces, forward AD, autocast without gradients, tensor subclasses, other dtypes, and a projection that was replaced,
+    hooked, parametrized or adapted after the swap. So do activations that no kernel computes (`acts` and `kept` are
+    None), and gradients of all but the ReLU and its square.
 
     source: the dense module, which is run on a few rows beside the formula first. plan: a LayerPlan picks the path by
     the number of tokens; a Choice is one path for all, hot/cold then with the neurons in the order that they have;
@@ -103,20 +68,16 @@ class SparseFFN(nn.Module, StandIn):
         reason, both = examine(source) if probed is None else (None, probed)
         if reason is not None:
             raise InputError(f"{type(source).__name__} {reason}")
-        found = layer_of("", source)
         self.tile, self.words, self._tied = tile, words, frozenset(tied)
-        self._source = [source]  # in a list: it is no child
-        self.registered = not found.family.inside
+        self.parts: FeedForward = layer_of("", source)._replace(both=both)  # no children, as they are in a tuple
+        self._owners, self.registered = self.parts.owners, not self.parts.family.inside
         if self.registered:
             vars(self).update({name: vars(source)[name] for name in _SHARED})
-        self.parts: list[Any] = [found.gate, found.up, found.down]  # in lists, too: they are the source's children
-        self._drop, self._family = [found.drop], found.family
-        self.seat: Seat | None = None
+        self.seat: tuple[Any, HandOn, HandOn] | None = None  # inside a block: its activation and its projections
         functional.check_finite(self.weights().named())
-        self.formula = {"acts": copy.copy(found.acts) or torch.relu, "both": both, "cut": found.cut}
         self._know_activation()
         self.forms: dict[str, Any] = {}  # by path (layers.paths.Converted)
-        self._prepared: dict[tuple, Prepared] = {}  # by what `_call` says
+        self._prepared: dict[tuple, Callable[[Tensor], Tensor]] = {}  # calls on a GPU, by what `_call` says
         self.learning: str | None = None
         self.told: list[tuple] | None = None  # where forwards report (layers.terms)
         self.reports = False
@@ -127,7 +88,7 @@ class SparseFFN(nn.Module, StandIn):
         self.register_load_state_dict_post_hook(SparseFFN._renew)
         self.marks = marks_of(source)
         self.follow(plan)
-        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in found.owners]
+        self._saving = [m.register_state_dict_post_hook(storage.save_contiguous) for m in self._owners]
 
     @classmethod
     def from_module(
@@ -136,45 +97,42 @@ class SparseFFN(nn.Module, StandIn):
         """Return a SparseFFN for a feed-forward module (or an OPT decoder layer); the two share their parameters."""
         return cls(module, plan=plan, tile=tile, words=words)
 
-    # ---- what it is
-
-    source = property(lambda self: self._source[0], doc="The dense module that this one stands for.")
-    gate = property(lambda self: self.parts[0])
-    up = property(lambda self: self.parts[1])
-    down = property(lambda self: self.parts[2])
+    source = property(lambda self: self.parts.module, doc="The dense module that this one stands for.")
+    gate = property(lambda self: self.parts.gate)
+    up = property(lambda self: self.parts.up)
+    down = property(lambda self: self.parts.down)
 
     def weights(self) -> Weights:
         """Return the weights of gate, up and down, as they are now."""
-        return Weights.of(*self.parts)
+        return Weights.of(*self.parts[2:5])
 
     def take_seat(self) -> None:
-        """Inside a block: compute what lies between the block's up projection and its down projection, and both."""
-        self.seat = Seat(self, self.source)
+        """Take the place of the activation in a block that calls its projections itself, so that there is no module to
+        swap: compute what lies between the block's up projection and its down projection, and both."""
+        place = self.parts.family.activation
+        acts = part_at(self.source, place)
+        put(self.source, place, self)
+        self.seat = acts, *(HandOn(m, self, first) for m, first in zip(self._owners, (True, False)))
         self.marks = marks_of(self.source)
 
     def feed_forward(self, name: str) -> FeedForward:
         """Return this layer as `feed_forwards` lists it, found under this name; inside a block it is named by it."""
-        place = name if self.registered else name[: -len(self._family.activation)].rstrip(".")
-        acts = None if self.formula["acts"] is torch.relu else self.formula["acts"]
-        return FeedForward(place, self, self.gate, self.up, self.down, acts, self.formula["both"], self.formula["cut"])
-
-    # ---- what it does
+        place = name if self.registered else name[: -len(self.parts.family.activation)].rstrip(".")
+        return self.parts._replace(name=place, module=self)
 
     def follow(self, plan: LayerPlan | Choice | None) -> None:
-        """Take the paths of a plan from now on, and rewrite the weights for them.
-
-        Raises InputError for a plan of another shape, and for a path that does not compute this layer."""
+        """Take the paths of a plan, and rewrite the weights for them. InputError for a plan of another shape, and for a
+        path that does not compute this layer."""
         d_ff, d_model = self.up.weight.shape
         if plan is None:
             plan = DENSE if self.acts is None else Choice()
-        if isinstance(plan, LayerPlan):
-            found, own = (plan.d_model, plan.d_ff, plan.gated), (d_model, d_ff, self.gate is not None)
-            if found != own:
-                sizes = "d_model {}, d_ff {}, gated {}"
-                raise InputError(f"the plan is for {sizes.format(*found)}; {sizes.format(*own)} is accepted")
-        elif not isinstance(plan, Choice):
+        if not isinstance(plan, (LayerPlan, Choice)):
             raise InputError(f"plan is a {type(plan).__name__}; a LayerPlan, a Choice or None is accepted")
-        choices = [*plan.choices.items()] if isinstance(plan, LayerPlan) else [(1, plan)]
+        planned, own = isinstance(plan, LayerPlan), (d_model, d_ff, self.gate is not None)
+        if planned and (sizes := (plan.d_model, plan.d_ff, plan.gated)) != own:
+            said = "d_model {}, d_ff {}, gated {}"
+            raise InputError(f"the plan is for {said.format(*sizes)}; {said.format(*own)} is accepted")
+        choices = [*plan.choices.items()] if planned else [(1, plan)]
         for choice in {choice for _, choice in choices}:
             choice.check(d_ff)
             self._check_path(choice.path)
@@ -184,17 +142,14 @@ class SparseFFN(nn.Module, StandIn):
         self.plan, self.choices = plan, choices
         hot = max(choice.hot for _, choice in choices)
         reads = {name: how for _, choice in choices for name, how in PATHS[choice.path].reads.items()}
-        order = plan.order(hot).tolist() if hot and isinstance(plan, LayerPlan) else None
+        order = plan.order(hot).tolist() if hot and planned else None
         self.why = "the model was in training mode when it was swapped" if self.training else ""
         if reads and not self.training:
-            self.why = storage.rewrite(self.parts, reads, order, self._tied)
+            self.why = storage.rewrite(self.parts[2:5], reads, order, self._tied)
             if not self.why:
                 self.order = order
             elif order is not None:  # what cannot be put in order can be turned
-                storage.rewrite(self.parts, reads)
-        # What compiled code sees of it: (tokens, path, hot), path "" for the dense module.
-        seen = {name: name for name in PATHS.names() if PATHS[name].packs or PATHS[name].cuts}
-        self._compiled = [(n, seen.get(c.path, ""), c.hot) for n, c in choices]
+                storage.rewrite(self.parts[2:5], reads)
         self._renew()
 
     def _check_path(self, name: str) -> None:
@@ -202,9 +157,9 @@ class SparseFFN(nn.Module, StandIn):
         if path.cuts and self.kept is None:
             raise InputError(f"path {name!r} {ONLY_CUT}")
         if not path.cuts and self.acts is None and name != DENSE.path:
-            what = self.formula["cut"] or kind_of(self.formula["acts"])
-            others = ", ".join(map(repr, [DENSE.path, *(FOR_CUT if self.kept else ())]))
-            raise InputError(f"path {name!r} does not compute this layer ({what}); accepted: {others}")
+            what, others = self.parts.cut or kind_of(self.parts.acts), (DENSE.path, *(FOR_CUT if self.kept else ()))
+            accepted = ", ".join(map(repr, others))
+            raise InputError(f"path {name!r} does not compute this layer ({what}); accepted: {accepted}")
         try:
             path.fitted(self.weights())
         except TwellError as error:
@@ -213,12 +168,15 @@ class SparseFFN(nn.Module, StandIn):
     def restore(self) -> None:
         """Put the neurons back in the order that they had, and store the weights by rows."""
         if self.order is not None or any(PATHS[c.path].reads for _, c in self.choices):
-            storage.restore(self.parts, self.order)
+            storage.restore(self.parts[2:5], self.order)
         self.order = None
 
     def choice(self, tokens: int) -> Choice:
         """Return what is done with so many tokens."""
-        return next((choice for most, choice in self.choices[:-1] if tokens <= most), self.choices[-1][1])
+        for most, choice in self.choices[:-1]:  # torch.compile of torch 2.6 knows no next(..., default)
+            if tokens <= most:
+                return choice
+        return self.choices[-1][1]
 
     def runs(self, tokens: int | None = None) -> str:
         """Return what the layer, as it is now, computes of so many tokens (None: of the most): its choice, or "dense: "
@@ -253,15 +211,22 @@ class SparseFFN(nn.Module, StandIn):
         """Compute x [..., d_model] -> [..., d_model]."""
         if is_dynamo_compiling():
             return self._traced(x)
-        if type(x) is Tensor and plain_eager() and x.is_cuda and x.layout is _STRIDED:
-            known = self._prepared.get(self._call(x))
-            if known is not None and known.holds(x) and is_plain(self):
-                return known.run(x)
+        if self._prepared and type(x) is Tensor and plain_eager() and x.is_cuda and x.layout is _STRIDED:
+            run = self._prepared.get(self._call(x))
+            if run is not None and x.is_contiguous() and is_plain(self):
+                return run(x)
         return self._forward(x)
 
     def _call(self, x: Tensor) -> tuple:
-        """Return what a prepared call is for, besides the weights."""
-        return x.shape, x.data_ptr() & 15, _grad_enabled(), self.told is None
+        """Return what a prepared call is for: x of one shape, alignment, type and device, with gradients on or off; and
+        each weight where it lies, as it lies."""
+        grad = _grad_enabled()
+        key = [x.shape, x.data_ptr() & 15, x.dtype, x.get_device(), grad, grad and x.requires_grad, self.told is None]
+        for owner in self._owners:
+            for t in owner._parameters.values():
+                if t is not None:
+                    key += id(t), t.data_ptr(), t.shape, t.stride(), t.dtype, grad and t.requires_grad
+        return tuple(key)
 
     def _forward(self, x: Tensor) -> Tensor:
         """`forward`, with nothing taken for granted."""
@@ -280,32 +245,28 @@ class SparseFFN(nn.Module, StandIn):
             if run is not None:
                 if len(self._prepared) >= _MOST_PREPARED:
                     self._prepared.clear()
-                self._prepared[self._call(x)] = Prepared(run, x, self.parts)
+                self._prepared[self._call(x)] = run
         return learn(self, x, weights, path) if learns else path.forward(self, x, weights, hot)
 
     def _is_usual(self, x: Tensor, weights: Weights) -> bool:
         """Return whether this is a plain call on such tensors: inference, or training, there also under autocast."""
-        up = weights.up
-        if x.layout is not _STRIDED or x.dim() == 0:
+        up, place, dtype = weights.up, x.get_device(), x.dtype
+        if x.layout is not _STRIDED or x.dim() == 0 or x.shape[-1] != up.shape[1]:
             return False
-        place, dtype = x.get_device(), x.dtype  # a number costs the host less than a torch.device
-        if x.shape[-1] != up.shape[1] or not (x.is_cuda or x.is_cpu) or not (up.is_cuda or up.is_cpu):
+        if not (x.is_cuda or x.is_cpu) or up.device != x.device:
             return False
         if checks.plain_eager():
-            for t in weights:
-                if t is not None and (t.dtype is not dtype or t.get_device() != place):
-                    return False
-        elif up.get_device() != place or not (torch.is_autocast_enabled(x.device.type) and torch.is_grad_enabled()):
-            return False
-        elif checks.transformed() or checks.watched(x):
-            return False
-        if self._known_for != (up.dtype, up.device):
+            usual = all(t is None or t.dtype is dtype and t.get_device() == place for t in weights)
+        else:
+            learns = torch.is_autocast_enabled(x.device.type) and torch.is_grad_enabled()
+            usual = learns and not (checks.transformed() or checks.watched(x))
+        if usual and self._known_for != (up.dtype, up.device):
             self._know_activation()
-        return not self.drops
+        return usual and not self.drops
 
     # Whether a forward drops hidden activations at random, whatever the rate, and at the rate that it has.
-    may_drop = property(lambda self: self.training and self._drop[0] is not None)
-    drops = property(lambda self: self.may_drop and self._drop[0].p > 0)
+    may_drop = property(lambda self: self.training and self.parts.drop is not None)
+    drops = property(lambda self: self.may_drop and self.parts.drop.p > 0)
 
     def _traced(self, x: Tensor) -> Tensor:
         """Return what torch.compile sees: one operator, or torch's operations, which it fuses."""
@@ -317,31 +278,25 @@ class SparseFFN(nn.Module, StandIn):
             return learn(self, x, weights, PATHS["twell" if sparse else DENSE.path])
         if not self._is_fit():
             return self.dense(x)
-        tokens, chosen = x.shape[:-1].numel(), self._compiled[-1]
-        for one in self._compiled[:-1]:
-            if tokens <= one[0]:
-                chosen = one
-                break
-        if not chosen[1] or x.dtype != weights.up.dtype:
+        tokens = x.shape[:-1].numel()
+        choice = self.choice(tokens)
+        path = PATHS[choice.path]
+        if not (path.packs or path.cuts) or x.dtype != weights.up.dtype:
             return self.dense(x)
-        if chosen[1] in FOR_CUT:
+        if path.cuts:
             from ..ops.kept_inputs import FEW
 
-            if not x.is_cuda or not 0 < tokens <= FEW:
-                return self.dense(x)
-            return self.by_kept_inputs(x, weights)
-        return functional.infer(x, *weights, chosen[1], chosen[2], self.tile, self.words, self.acts)
+            return self.by_kept_inputs(x, weights) if x.is_cuda and 0 < tokens <= FEW else self.dense(x)
+        return functional.infer(x, *weights, choice.path, choice.hot, self.tile, self.words, self.acts)
 
     def by_kept_inputs(self, x: Tensor, weights: Weights) -> Tensor:
         """Compute a layer with thresholds on its inputs as two operators (ops.kept_inputs), without a threshold where
         these differ by column (WINA)."""
         gate, up, down, gate_bias, up_bias, down_bias = weights
         first = (up, None, up_bias, None) if gate is None else (gate, up, gate_bias, up_bias)
-        product, kept, cut = torch.ops.twell_lab.kept_inputs, self.kept, self.formula["cut"]
+        product, kept, cut = torch.ops.twell_lab.kept_inputs, self.kept, self.parts.cut
         h = product(zeroed(x, cut.input) if cut.by_column else x, *first, kept.inputs, kept.kind)
         return product(zeroed(h, cut.hidden) if cut.by_column else h, down, None, down_bias, None, kept.hidden, None)
-
-    # The next two are asked while code is traced, not before each call.
 
     def _is_plain(self) -> bool:
         return is_plain(self)
@@ -349,34 +304,30 @@ class SparseFFN(nn.Module, StandIn):
     def _is_fit(self) -> bool:
         """Return whether the weights lie as its paths read them."""
         weights = self.weights()
-        if any(t is not None and t.dtype != weights.up.dtype for t in weights):
-            return False
-        return not any(PATHS[choice.path].refuses(self, weights) for _, choice in self.choices)
+        same = all(t is None or t.dtype == weights.up.dtype for t in weights)
+        return same and not any(PATHS[choice.path].refuses(self, weights) for _, choice in self.choices)
 
-    _is_plain._dynamo_marked_constant = True
-    _is_fit._dynamo_marked_constant = True
+    # Both are asked while code is traced, not before each call.
+    _is_plain._dynamo_marked_constant = _is_fit._dynamo_marked_constant = True
 
     def dense(self, x: Tensor) -> Tensor:
         """Compute the layer by the dense module, whatever is on its parts."""
         if self.seat is not None:
-            return self.seat.dense(x)
+            acts, up, down = self.seat
+            if x.shape[-1] != up.d_model:  # the up projection computed
+                return self.report(acts(x))
+            return down.beneath(self.report(acts(up.beneath(x))))
         if self.registered and self.told is None:
             return self.source.forward(x)
         # Compiled code takes no hooks: there a layer that reports is computed by its formula.
-        traced = torch.compiler.is_compiling()
-        alone = not self.registered or isinstance(self.source, Expert)
-        if alone or traced and self._is_plain() and not self.formula["cut"]:
-            return formula(parts_of(self.source)._replace(both=self.formula["both"]), x, self.report)
+        traced, alone = torch.compiler.is_compiling(), not self.registered or isinstance(self.source, Expert)
+        if alone or traced and self._is_plain() and not self.parts.cut:
+            return formula(parts_of(self.source)._replace(both=self.parts.both), x, self.report)
         if traced:
             return self.source.forward(x)
-        down = getattr(self.source, self._family.down)
-        seen = down.register_forward_pre_hook(lambda module, args: self.report(args[0]))
-        try:
+        down = part_at(self.source, self.parts.family.down)
+        with down.register_forward_pre_hook(lambda module, args: self.report(args[0])):
             return self.source.forward(x)
-        finally:
-            seen.remove()
-
-    # ---- what torch does with it
 
     def train(self, mode: bool = True) -> SparseFFN:
         super().train(mode)
@@ -388,11 +339,9 @@ class SparseFFN(nn.Module, StandIn):
     def _know_activation(self) -> None:
         """Work out what kernels compute: `acts`, of the activation, and `kept`, with thresholds on the inputs (TEAL).
         Another type or device may round a threshold, and those by column are tensors there."""
-        self.formula["cut"] = self.formula["cut"] and cut_of(self)
-        gated, like = self.gate is not None and self.gate is not self.up, self.up.weight
-        self._known_for = like.dtype, like.device
-        self.acts = kernel_activation(**self.formula, gated=self.gate is not None, like=like)
-        self.kept = kernel_inputs(**self.formula) if gated or self.gate is None else None
+        self.parts = self.parts._replace(cut=self.parts.cut and cut_of(self))
+        self._known_for = self.up.weight.dtype, self.up.weight.device
+        self.acts, self.kept = kernel_activation(self.parts), kernel_inputs(self.parts)
 
     def _renew(self, *_) -> None:
         """Have other representations of the weights made anew: a state was loaded, or the layer was moved."""
@@ -411,7 +360,7 @@ class SparseFFN(nn.Module, StandIn):
     def extra_repr(self) -> str:
         d_ff, d_model = self.up.weight.shape
         paths = ", ".join(dict.fromkeys(str(choice) for _, choice in self.choices))
-        lossy = f", {self.formula['acts']}" if isinstance(self.formula["acts"], Lossy) else ""
+        lossy = f", {self.parts.acts}" if isinstance(self.parts.acts, Lossy) else ""
         return f"d_model={d_model}, d_ff={d_ff}, tile={self.tile}, words={self.words}, path={paths}{lossy}"
 
     def close(self) -> nn.Module:
@@ -420,50 +369,25 @@ class SparseFFN(nn.Module, StandIn):
         for handle in self._saving:
             handle.remove()
         if self.seat is not None:
-            self.seat.leave()
+            acts, *projections = self.seat
+            if part_at(self.source, self.parts.family.activation) is self:  # nothing else was put there
+                put(self.source, self.parts.family.activation, acts)
+            for projection in projections:  # one that another module wraps by now computes in any case
+                HandOn.take_off(projection.module)
         elif self.registered:
             self.source.training = self.training
         return self.source
 
 
-# ---- inside a block, as in OPT, GPT-2 and BERT
-
-
 class HandOn(Over):
-    """The forward of a projection of such a block. up: whether it is the one before the activation."""
+    """The forward of a projection of a block, as in OPT, GPT-2 and BERT, whose SparseFFN does all the work: it hands on
+    what it gets, the one before the activation only while all parts are as they were. Who has to compute is told by the
+    width of what comes in, [..., d_model] or [..., d_ff]."""
 
-    def __init__(self, projection: nn.Module, seat: Seat, up: bool) -> None:
+    def __init__(self, projection: nn.Module, sparse: SparseFFN, first: bool) -> None:
         super().__init__(projection)
-        self.seat, self.up = seat, up
+        self.sparse, self.first, self.d_model = sparse, first, sparse.up.weight.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        hands_on = x.shape[-1] == self.seat.d_model and (not self.up or is_plain(self.seat.sparse))
+        hands_on = x.shape[-1] == self.d_model and (not self.first or is_plain(self.sparse))
         return x if hands_on else self.beneath(x)
-
-
-class Seat:
-    """The place of the activation in a block that calls its projections itself, so that there is no module to swap: a
-    SparseFFN takes it and does all the work, and the projections hand on what they get, the first one only while all
-    parts are as they were. Who has to compute is told by the width of what comes in, [..., d_model] or [..., d_ff]."""
-
-    def __init__(self, sparse: nn.Module, block: nn.Module) -> None:
-        parts = parts_of(block)
-        self.sparse, self.block, self.family, self.activation = sparse, block, parts.family, parts.acts
-        self.d_model = parts.up.weight.shape[1]
-        put(block, self.family.activation, sparse)
-        self.up, self.down = (HandOn(owner, self, up) for owner, up in zip(parts.owners, (True, False)))
-
-    def dense(self, x: Tensor) -> Tensor:
-        """Return what the block's own modules give for hidden values [..., d_ff], or for an input [..., d_model] that
-        the up projection handed on."""
-        if x.shape[-1] != self.d_model:
-            return self.sparse.report(self.activation(x))
-        return self.down.beneath(self.sparse.report(self.activation(self.up.beneath(x))))
-
-    def leave(self) -> None:
-        """Put the activation back, unless something else is in its place, and have the projections compute; one that
-        another module wraps by now computes in any case."""
-        if part_at(self.block, self.family.activation) is self.sparse:
-            put(self.block, self.family.activation, self.activation)
-        for each in (self.up, self.down):
-            HandOn.take_off(each.module)

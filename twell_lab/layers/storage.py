@@ -1,9 +1,7 @@
-"""How a layer's own weights lie in memory: rewritten once, in place, for the paths that it takes.
-
-A weight that kernels read by columns gets the strides of its transpose: the same Parameter with the same shape and
-values, and nothing is held twice. For the hot/cold path the neurons are put in order: the rows of gate and up, the
-columns of down. That is an equivalent model, which optimizers, averages, masks and adapters of before no longer fit.
-`restore` takes both back. A state_dict holds contiguous tensors, in the order that the parameters have."""
+"""How a layer's own weights lie in memory: rewritten once, in place, for the paths that it takes. A weight that kernels
+read by columns gets the strides of its transpose: the same Parameter with the same shape and values. For the hot/cold
+path the neurons are put in order: the rows of gate and up, the columns of down. That is an equivalent model, which
+optimizers, averages, masks and adapters of before no longer fit. `restore` takes both back."""
 
 from __future__ import annotations
 
@@ -30,19 +28,18 @@ def rewrite(
     order: the neurons, the one that comes first first; None leaves them. tied: ids of parameters that others have, too,
     which are not put in another order. Returns "", or why nothing was changed."""
     work = [(name, part) for name, part in _stored_once(parts) if name in reads or order is not None]
-    if why := next(filter(None, (_fixed(part) for _, part in work)), ""):
-        return why
-    if order is not None:
-        own = [p for _, part in work for p in owner_of(part)._parameters.values() if p is not None]
+    own = [p for _, part in work for p in owner_of(part)._parameters.values() if p is not None]
+    why = next(filter(None, (_fixed(part) for _, part in work)), "")
+    if order is not None and not why:
         if any(getattr(part, "index", None) is not None for _, part in work):
-            return "its weights lie in one tensor with those of other experts"
-        if any(id(p) in tied for p in own):
-            return "its weights are tied to other modules', which need their order"
-        if any(p.grad is not None for p in own):
-            return "its weights have gradients, which have their order"
-    for name, part in work:
+            why = "its weights lie in one tensor with those of other experts"
+        elif any(id(p) in tied for p in own):
+            why = "its weights are tied to other modules', which need their order"
+        elif any(p.grad is not None for p in own):
+            why = "its weights have gradients, which have their order"
+    for name, part in () if why else work:
         _lay(name, part, order, reads.get(name) == COLUMNS)
-    return ""
+    return why
 
 
 def restore(parts: Sequence[Projection | None], order: Sequence[int] | None) -> None:
@@ -57,19 +54,18 @@ def restore(parts: Sequence[Projection | None], order: Sequence[int] | None) -> 
 
 def _stored_once(parts: Sequence[Projection | None]) -> list[tuple[str, Projection]]:
     """Return the projections by name, those that share a parameter once."""
-    named = [(name, part) for name, part in zip(("gate", "up", "down"), parts) if part is not None]
-    return list({id(_stored(part)[0]): (name, part) for name, part in named}.values())
+    named = zip(("gate", "up", "down"), parts)
+    return list({id(_stored(part)[0]): (name, part) for name, part in named if part is not None}.values())
 
 
 def _lay(name: str, part: Projection, order: Sequence[int] | None, by_columns: bool) -> None:
     """Store a projection's weight by its columns or rows, and its neurons in this order, with bias and gradients."""
     (weight, bias), transposed = _stored(part), bool(getattr(part, "transposed", False))
-    assert weight is not None
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
         across = int((name == "down") != transposed)  # the dimension of the neurons
-        halves = range(0 if order is None else weight.shape[across] // len(order))  # two where gate and up are one
         for t, dim in ((weight, across), (None if name == "down" else bias, 0)) if order is not None else ():
             if t is not None:
+                halves = range(t.shape[dim] // len(order))  # two where gate and up are one
                 index = torch.cat([torch.tensor(order, device=t.device) + half * len(order) for half in halves])
                 t.data = t.data.index_select(dim, index)
                 t.grad = None if t.grad is None else t.grad.index_select(dim, index)
@@ -95,9 +91,8 @@ def _fixed(part: Projection) -> str:
         return "its weights have no memory (meta)"
     if weight.untyped_storage().nbytes() != weight.nbytes:
         return "its weights lie in one memory with other tensors"
-    if weight.device.type == "cpu" and weight.is_shared():
-        return "its weights lie in memory that processes share"
-    return ""
+    shared = weight.device.type == "cpu" and weight.is_shared()
+    return "its weights lie in memory that processes share" if shared else ""
 
 
 def save_contiguous(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: dict) -> None:

@@ -1,12 +1,5 @@
 """What a training loop wants of every feed-forward layer at every step: its L1 norm, with a gradient, and how many
-neurons fire.
-
-    with layer_terms(model) as terms:
-        loss = cross_entropy(model, batch)
-    loss = loss + coefficient * sum(term.l1 for term in terms) / len(terms)
-
-The sum over neurons and the mean over tokens and layers are the convention of the published code of arXiv 2603.23198,
-for which its coefficient 2e-5 is meant. `learn` is what a SparseFFN does where gradients are needed."""
+neurons fire; and what a SparseFFN does where gradients are needed (`learn`)."""
 
 from __future__ import annotations
 
@@ -27,8 +20,8 @@ from .find import firing_layers
 from .paths import hides_host
 
 DENSE, SPARSE = "dense", "twell"  # the paths of ops.train
-# A token at which more than this share of the neurons fires is a heavy one: as a few among many tokens it costs the
-# sparse kernels less than its entries would (twell_lab.analysis.switching has the times).
+# A token at which more than this share of the neurons fires is heavy: as one of a few it costs the sparse kernels less
+# than its entries would (twell_lab.analysis.switching has the times).
 HEAVY = 0.07
 
 
@@ -53,20 +46,14 @@ def light_and_heavy(fired: Tensor, d_ff: int) -> tuple[Tensor, Tensor]:
     return fired.masked_fill(heavy, 0).float().mean(), heavy.float().mean()
 
 
-# ---- a SparseFFN that learns, and reports
-
-
 def learn(layer: nn.Module, x: Tensor, weights: tuple, path) -> Tensor:
-    """Compute a SparseFFN's output for x [..., d_model] where gradients are needed, or a report is asked for.
-
-    weights: gate, up, down and the three biases. path: the planned Path; its `learns` counts where `learn` of the layer
-    was given none. Once asked to report, a layer always takes the operator that can: a forward that is recomputed
-    (checkpointing) must save what the first one saved."""
+    """Compute a SparseFFN's output for x [..., d_model] where gradients are needed, or a report is asked for. path: the
+    planned Path."""
     if (way := _way(layer, x, path)) is None:
         return layer.dense(x)
     from ..ops.train import train
 
-    return _reported(layer, *train(x, *weights[:6], path=way), weights[1].shape[0])
+    return _reported(layer, *train(x, *weights, path=way), weights.up.shape[0])
 
 
 def prepare(layer: nn.Module, x: Tensor, weights: tuple, path) -> Callable[[Tensor], Tensor] | None:
@@ -78,12 +65,13 @@ def prepare(layer: nn.Module, x: Tensor, weights: tuple, path) -> Callable[[Tens
         return layer.dense
     from ..ops import train
 
-    step, d_ff = train.prepare(x, *weights[:6], path=way), weights[1].shape[0]
+    step, d_ff = train.prepare(x, *weights, path=way), weights.up.shape[0]
     return lambda x: _reported(layer, *step(x), d_ff)
 
 
 def _way(layer: nn.Module, x: Tensor, path) -> str | None:
-    """The path of ops.train; None for the dense module."""
+    """Return the path of ops.train; None for the dense module. Once asked to report, a layer always takes the operator
+    that can: a forward that is recomputed (checkpointing) must save what the first one saved."""
     way = layer.learning or path.learns
     short = way == DENSE and not (layer.reports or x.is_cuda and hides_host(x))
     return None if layer.acts != RELU or layer.gate is layer.up or short else way
@@ -127,9 +115,6 @@ def _reporting(told: list[tuple]) -> Callable:
     return lambda module, args: told.append(of_hidden(args[0]))
 
 
-# ---- the terms of a model
-
-
 class LayerTerms(Sequence[LayerTerm]):
     """The terms of the forward passes so far, those of the first one first, each in the order of the model's layers:
     passes are told apart by counting, which is wrong where a layer is skipped in one of several, or runs twice. told:
@@ -142,11 +127,11 @@ class LayerTerms(Sequence[LayerTerm]):
         return sum(map(len, self.told.values()))
 
     def __iter__(self) -> Iterator[LayerTerm]:
-        passes = zip_longest(*self.told.values())
-        return (LayerTerm(name, *term) for row in passes for name, term in zip(self.told, row) if term is not None)
+        return iter(self[:])
 
     def __getitem__(self, at):
-        return [*self][at]
+        passes = zip_longest(*self.told.values())
+        return [LayerTerm(name, *term) for row in passes for name, term in zip(self.told, row) if term is not None][at]
 
     def clear(self) -> None:
         """Forget them, as between the parts of a step."""
@@ -157,6 +142,13 @@ class LayerTerms(Sequence[LayerTerm]):
 @contextmanager
 def layer_terms(model: nn.Module) -> Iterator[LayerTerms]:
     """Within this context each forward pass adds a LayerTerm for every feed-forward layer that runs, in order.
+
+        with layer_terms(model) as terms:
+            loss = cross_entropy(model, batch)
+        loss = loss + coefficient * sum(term.l1 for term in terms) / len(terms)
+
+    The sum over neurons and the mean over tokens and layers are the convention of the published code of arXiv
+    2603.23198, for which its coefficient 2e-5 is meant.
 
     Enter it for each pass anew, or `clear` the terms between passes; not twice at once for a model. Leave it before the
     backward pass: under gradient checkpointing layers run a second time there. Compile a dense model within it: torch

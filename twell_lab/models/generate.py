@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,9 +31,8 @@ _ON = "cuda"  # the kind of device whose steps are captured
 _PIECE = 4096  # tokens of a prompt that are read at once
 _ROUNDED = 256  # the room for keys and values is a multiple of it, so that a graph serves several lengths
 _WORTH = 16  # from so many steps on, compiling and capturing are tried
-_RECOMPILED = 64  # models, batches and ways to choose that torch.compile keeps the step for
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # the kinds of layers whose keys and values fit here
-# What changes scores within a step, in transformers' order, and the field of _Rule that says how.
+# What changes scores within a step, in transformers' order, each with the attribute that says how much.
 _WARPERS = {"TemperatureLogitsWarper": "temperature", "TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p"}
 _BROKEN = "the model's scores are not numbers; accepted: a model whose weights are finite"
 _LENGTH, _END = "MaxLengthCriteria", "EosTokenCriteria"  # what the loop stops for by itself
@@ -44,27 +43,7 @@ _SETTINGS = ("training", "threshold", "_disable_adapters", "_active_adapter", "s
 _PREPARED = {"attention_mask", "position_ids", "use_cache", "past_key_values", "cache", "cache_position"}
 _PREPARED |= {"logits_to_keep"}
 
-
-class _Rule(NamedTuple):
-    """Say by which rule tokens are chosen from scores; temperature 0: the most likely ones.
-
-    mask: of the prompts. ends: tokens behind which there is only `filler`. criteria: of transformers, asked after each
-    token, for which the loop has to wait; without them it reads a token while the next one is computed."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    mask: Tensor | None = None
-    ends: tuple[int, ...] = ()
-    filler: int = 0
-    criteria: Sequence[Any] = ()
-    seed: int | None = None
-    streamer: BaseStreamer | None = None
-
-    @property
-    def kind(self) -> tuple[bool, bool]:
-        """Return whether it draws, and whether it leaves out unlikely tokens."""
-        return self.temperature > 0, self.top_k > 0 or self.top_p < 1
+Draw = tuple[float, int, float]  # temperature, top_k and top_p; without them: temperature 0, the most likely token
 
 
 class Options(TypedDict, total=False):
@@ -109,101 +88,92 @@ def generate(model: nn.Module, input_ids: Tensor, **options: Unpack[Options]) ->
         return _decode(model, input_ids, **dict(options))
     if unknown := options.keys() - Options.__annotations__.keys():
         raise InputError(f"generate got {sorted(unknown)[0]!r}; accepted: {', '.join(Options.__annotations__)}")
-    given: dict = dict.fromkeys(Options.__annotations__) | {"max_new_tokens": 20, "temperature": 0.0} | options
-    _check(model, input_ids, given)
+    asked: dict = dict.fromkeys(Options.__annotations__) | {"max_new_tokens": 20, "temperature": 0.0} | options
+    _check(model, input_ids, asked)
     ids, device = torch.atleast_2d(input_ids), next(model.parameters()).device
     ids = ids if device.type == "meta" else ids.to(device)  # accelerate keeps weights elsewhere then
-    tokens, mask, streamer = (given[name] for name in ("max_new_tokens", "attention_mask", "streamer"))
-    mask, temperature = None if mask is None else torch.atleast_2d(mask).to(ids.device), given["temperature"]
-    temperature = temperature if temperature > _LEAST else 0.0
-    rule = _Rule(temperature, given["top_k"] or 0, given["top_p"] or 1.0, mask, seed=given["seed"], streamer=streamer)
+    mask, streamer, temperature = asked["attention_mask"], asked["streamer"], asked["temperature"]
+    asked["attention_mask"] = None if mask is None else torch.atleast_2d(mask).to(ids.device)
+    draw = temperature if temperature > _LEAST else 0.0, asked["top_k"] or 0, asked["top_p"] or 1.0
     if streamer:
         streamer.put(ids.cpu())
-    if isinstance(model, LanguageModel) or not tokens:
-        ids = _of_ours(model, ids, tokens, rule)
+    if isinstance(model, LanguageModel) or not asked["max_new_tokens"]:
+        ids = _of_ours(model, ids, draw, asked)
         if streamer:
             streamer.end()
     else:
-        ids = _of_theirs(model, ids, tokens, rule, given["stop"], given["tokenizer"])
+        ids = _of_theirs(model, ids, draw, asked)
     return ids.reshape(*input_ids.shape[:-1], -1)
 
 
-def _check(model: Any, ids: Tensor, given: dict) -> None:
-    (vocabulary, longest), ours = _sizes(model), isinstance(model, LanguageModel)
-    tokens, temperature, top_p, mask = (
-        given[one] for one in ("max_new_tokens", "temperature", "top_p", "attention_mask")
-    )
+def _check(model: Any, ids: Tensor, asked: dict) -> None:
+    ours = isinstance(model, LanguageModel)
+    if not ours and not (isinstance(model, nn.Module) and getattr(model, "can_generate", bool)()):
+        raise InputError(
+            f"model is a {type(model).__name__}; accepted: a model of transformers that generates text, or a "
+            "LanguageModel of this project, as tl.load gives both"
+        )
+    config = model.config if ours else model.config.get_text_config()
+    vocabulary = config.vocabulary if ours else config.vocab_size
+    longest = None if ours else getattr(config, "max_position_embeddings", None)
+    tokens, temperature, top_k, top_p, stop, tokenizer, seed, _, mask = asked.values()
     what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
     if not what.startswith("torch.int64") or ids.dim() not in (1, 2) or not ids.numel():
         raise InputError(f"prompt is {what}; accepted: int64 [length] or [batch, length], at least one token")
     if wrong := [n for n in (ids.min().item(), ids.max().item()) if not 0 <= n < vocabulary]:
         raise InputError(f"prompt has the token {wrong[0]}; accepted: token numbers from 0 to {vocabulary - 1}")
     check_whole("max_new_tokens", tokens, 0)
-    check_whole("top_k", 1 if given["top_k"] is None else given["top_k"], 1)
-    check_whole("seed", given["seed"] or 0, 0, _SEEDS - 1)
+    check_whole("top_k", 1 if top_k is None else top_k, 1)
+    check_whole("seed", seed or 0, 0, _SEEDS - 1)
     if type(temperature) not in (int, float) or not 0 <= temperature < torch.inf:
         raise InputError(f"temperature is {temperature!r}; accepted: a finite number from 0 up")
     if top_p is not None and not (isinstance(top_p, (int, float)) and 0 < top_p <= 1):
         raise InputError(f"top_p is {top_p!r}; accepted: a number above 0 and up to 1")
-    if given["stop"] is not None and given["tokenizer"] is None:
-        raise InputError(f"stop is {given['stop']!r:.80} without a tokenizer; accepted: with the model's")
+    if stop is not None and tokenizer is None:
+        raise InputError(f"stop is {stop!r:.80} without a tokenizer; accepted: with the model's")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape or not mask[..., -1].all()):
         shapes = f"{list(getattr(mask, 'shape', [type(mask)]))}, for prompts of shape {list(ids.shape)}"
         raise InputError(f"attention_mask is {shapes}; accepted: of their shape, with zeros on the left alone")
-    if ours and (given["stop"] is not None or mask is not None):
+    if ours and (stop is not None or mask is not None):
         raise InputError("stop or attention_mask is given with a LanguageModel; accepted: a model of transformers")
-    if not ours and longest and ids.shape[-1] + tokens > longest:
+    if longest and ids.shape[-1] + tokens > longest:
         asked = f"max_new_tokens is {tokens} after a prompt of {ids.shape[-1]}"
         raise InputError(f"{asked}; the model reads up to {longest} together")
 
 
-def _sizes(model: Any) -> tuple[int, int | None]:
-    """Return how many token numbers there are, and how many tokens a model reads together."""
-    if isinstance(model, LanguageModel):
-        return model.config.vocabulary, model.config.context
-    if not isinstance(model, nn.Module) or not getattr(model, "can_generate", bool)():
-        raise InputError(
-            f"model is a {type(model).__name__}; accepted: a model of transformers that generates text, or a "
-            "LanguageModel of this project, as tl.load gives both"
-        )
-    config = model.config.get_text_config()
-    return config.vocab_size, getattr(config, "max_position_embeddings", None)
-
-
-# ---- the two kinds of models
-
-
-def _of_ours(model: Any, ids: Tensor, left: int, rule: _Rule) -> Tensor:
+def _of_ours(model: Any, ids: Tensor, draw: Draw, asked: dict) -> Tensor:
     """Decode; beyond the context, read on from a multiple of half of it, the first at which what follows fits."""
+    left, seed = asked["max_new_tokens"], asked["seed"]
     while left:
         context = model.config.context
         half = (context + 1) // 2
         first = max(0, -(-(ids.shape[1] - context) // half) * half)  # the first token that is read
         tokens = min(left, context + 1 - len(ids[0, first:]))
-        ids, left = torch.cat([ids[:, :first], _loop(model, ids[:, first:], tokens, rule)], 1), left - tokens
-        rule = rule._replace(seed=None if rule.seed is None else (rule.seed + 1) % _SEEDS)
+        more = _loop(model, ids[:, first:], tokens, draw, seed, asked["streamer"])
+        ids, left = torch.cat([ids[:, :first], more], 1), left - tokens
+        seed = None if seed is None else (seed + 1) % _SEEDS
     return ids
 
 
-def _of_theirs(model: Any, ids: Tensor, tokens: int, rule: _Rule, stop: Any, tokenizer: Any) -> Tensor:
+def _of_theirs(model: Any, ids: Tensor, draw: Draw, asked: dict) -> Tensor:
     from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
-    own, draws = model.generation_config, rule.temperature > 0
+    own, draws = model.generation_config, draw[0] > 0
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    how = {"temperature": rule.temperature, "top_k": rule.top_k, "top_p": rule.top_p} if draws else {}
     config = GenerationConfig(
-        max_new_tokens=tokens,
+        max_new_tokens=asked["max_new_tokens"],
         do_sample=draws,
         pad_token_id=(ends[0] or 0) if own.pad_token_id is None else own.pad_token_id,
         **{"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False},
-        **how,
+        **(dict(zip(_WARPERS.values(), draw)) if draws else {}),
     )
+    stops = [] if asked["stop"] is None else [StopStringCriteria(asked["tokenizer"], asked["stop"])]
     return model.generate(
         ids,
-        attention_mask=torch.ones_like(ids) if rule.mask is None else rule.mask,
+        attention_mask=torch.ones_like(ids) if asked["attention_mask"] is None else asked["attention_mask"],
         generation_config=config,
-        stopping_criteria=StoppingCriteriaList([] if stop is None else [StopStringCriteria(tokenizer, stop)]),
-        custom_generate=partial(_decode, streamer=rule.streamer, seed=rule.seed),
+        stopping_criteria=StoppingCriteriaList(stops),
+        custom_generate=partial(_decode, streamer=asked["streamer"], seed=asked["seed"]),
     )
 
 
@@ -234,20 +204,15 @@ def _decode(
             checked = type(logits_processor)([_check_scores, *logits_processor])
             return model._sample(input_ids, checked, stopping_criteria, **more, **prepared)
     # Read off the processors and criteria: those that somebody passes take the place of the configuration's.
-    how: dict[str, Any] = {"temperature": 0.0}
+    draw = 0.0, 0, 1.0
     if generation_config.do_sample:
-        how = {"temperature": 1.0} | {_WARPERS[kind]: getattr(one, _WARPERS[kind]) for kind, one in warpers.items()}
-    stops, filler = {type(one).__name__: one for one in stopping_criteria}, generation_config._pad_token_tensor
-    rule = _Rule(
-        **how,
-        mask=prepared.get("attention_mask"),
-        ends=tuple(stops[_END].eos_token_id.reshape(-1).tolist()) if _END in stops else (),
-        filler=0 if filler is None else int(filler),
-        criteria=[one for one in stopping_criteria if type(one).__name__ not in (_LENGTH, _END)],
-        seed=seed,
-        streamer=streamer,
-    )
-    text = _loop(model, input_ids, max(1, len(places)), rule)
+        usual = zip(_WARPERS.items(), (1.0, 0, 1.0))
+        draw = tuple(getattr(warpers.get(kind), name, plain) for (kind, name), plain in usual)
+    ends = [one.eos_token_id.flatten().tolist() for one in stopping_criteria if type(one).__name__ == _END]
+    filler, mask = generation_config._pad_token_tensor, prepared.get("attention_mask")
+    how = {"ends": tuple(*ends[-1:]), "filler": 0 if filler is None else int(filler), "mask": mask}
+    how["criteria"] = [one for one in stopping_criteria if type(one).__name__ not in (_LENGTH, _END)]
+    text = _loop(model, input_ids, max(1, len(places)), draw, seed, streamer, **how)
     if streamer:
         streamer.end()
     return text
@@ -300,24 +265,36 @@ def _say_once(model: type, what: str, why: str) -> None:
     warnings.warn(f"generate: {model.__name__} {what}: {reason:.200}", stacklevel=4)
 
 
-# ---- the loop
+def _loop(
+    model: Any,
+    ids: Tensor,
+    tokens: int,
+    draw: Draw,
+    seed: int | None,
+    streamer: BaseStreamer | None,
+    *,
+    mask: Tensor | None = None,
+    ends: tuple[int, ...] = (),
+    filler: int = 0,
+    criteria: Sequence[Any] = (),
+) -> Tensor:
+    """Return prompts and new tokens, up to where all sequences have ended.
 
-
-def _loop(model: Any, ids: Tensor, tokens: int, rule: _Rule) -> Tensor:
-    """Return prompts and new tokens, up to where all sequences have ended."""
-    (batch, length), late, done = ids.shape, 0 if rule.criteria else 1, 0
+    mask: of the prompts. ends: tokens behind which there is only `filler`. criteria: of transformers, asked after each
+    token, for which the loop has to wait; without them it reads a token while the next one is computed."""
+    (batch, length), late = ids.shape, 0 if criteria else 1
     generator = torch.Generator(ids.device)
-    generator.seed() if rule.seed is None else generator.manual_seed(rule.seed)
-    text = pad(ids, (0, tokens), value=rule.filler)
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    text = pad(ids, (0, tokens), value=filler)
     room = -(-text.shape[1] // _ROUNDED) * _ROUNDED
-    form = (batch, room, rule.kind, rule.ends, rule.filler, _state(model))
+    form = (batch, room, (draw[0] > 0, draw[1] > 0 or draw[2] < 1), ends, filler, _state(model))
     step = _steps.pop(model, None)  # while it is in use, another thread makes its own
-    if step is not None and step.form != form:
-        step = None  # before the next one is made, since its memory is needed
+    # Another form's goes before the next one is made, since its memory is needed.
+    step = step if step is not None and step.form == form else None
     keys = Keys(room) if step is None else step.keys
-    scores = read_prompt(model, ids, rule.mask, keys)
+    scores = read_prompt(model, ids, mask, keys)
     step = step or Step(form, scores, keys)
-    step.load(length, rule)
+    step.load(length, draw, mask)
     sent: list[tuple[Tensor, Any]] = []
     over = torch.zeros(batch, dtype=torch.bool)
     for number in range(tokens + late):
@@ -329,14 +306,14 @@ def _loop(model: Any, ids: Tensor, tokens: int, rule: _Rule) -> Tensor:
             sent.append(_send(step.token))
         if number < late:
             continue
-        done += 1
+        done = number + 1 - late
         token, arrived = sent.pop(0)
         if arrived is not None:
             arrived.synchronize()
-        over |= torch.isin(token, torch.tensor(rule.ends, dtype=token.dtype))
-        if rule.streamer:
-            rule.streamer.put(token)
-        for criterion in rule.criteria:
+        over |= torch.isin(token, torch.tensor(ends, dtype=token.dtype))
+        if streamer:
+            streamer.put(token)
+        for criterion in criteria:
             step.finished |= criterion(text[:, : length + done], None)
             over |= step.finished.cpu()
         if over.all():
@@ -361,10 +338,14 @@ def _send(token: Tensor) -> tuple[Tensor, Any]:
 def _state(model: nn.Module) -> int:
     """Return a number that changes when a module of the model, its hooks, its path, its threshold, whether an adapter
     of PEFT is on, or where a weight lies does."""
-    modules = [(id(m), *m._forward_hooks, *m._forward_pre_hooks, *getattr(m, "choices", ())) for m in model.modules()]
-    settings = [str(vars(m).get(name)) for m in model.modules() for name in _SETTINGS]
-    weights = [(t.data_ptr(), t.dtype, t.stride()) for t in (*model.parameters(), *model.buffers())]
-    return hash((*modules, *settings, *weights))
+    parts: list[Any] = []
+    for m in model.modules():  # asked before each first token, so without torch's slower ways to go through a model
+        own = vars(m)
+        parts += id(m), *own["_forward_hooks"], *own["_forward_pre_hooks"], *own.get("choices", ())
+        parts += [str(own[name]) for name in _SETTINGS if name in own]
+        tensors = (t for t in (*own["_parameters"].values(), *own["_buffers"].values()) if t is not None)
+        parts += [(t.data_ptr(), t.dtype, t.stride()) for t in tensors]
+    return hash(tuple(parts))
 
 
 def read_prompt(model: Any, ids: Tensor, mask: Tensor | None, keys: Keys) -> Tensor:
@@ -405,9 +386,6 @@ def cache_name(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-# ---- the step
-
-
 class Step:
     """The step of decoding of one form: all that it reads and writes lies on the device, where it is.
 
@@ -432,19 +410,19 @@ class Step:
         self.call: Callable[..., None] = _step
         self.ahead = [Step._compile, Step._try, Step._capture]
 
-    def load(self, length: int, rule: _Rule) -> None:
+    def load(self, length: int, draw: Draw, mask: Tensor | None) -> None:
         """Begin anew behind a prompt of so many tokens."""
         self.keys.take(self.place, self.keys.room)
         self.place.fill_(length)
         self.real.fill_(True)
-        if rule.mask is None:
-            self.position.fill_(length)
-        else:
-            self.real[:, :length] = rule.mask.bool()
-            self.position.copy_(rule.mask.sum(1, keepdim=True))
+        self.position.fill_(length)
+        if mask is not None:
+            self.real[:, :length] = mask.bool()
+            self.position.copy_(mask.sum(1, keepdim=True))
         self.finished.zero_()
         self.broken.zero_()
-        self.numbers.copy_(torch.tensor([rule.temperature, rule.top_k or len(self.ranks), rule.top_p]))
+        temperature, top_k, top_p = draw
+        self.numbers.copy_(torch.tensor([temperature, top_k or len(self.ranks), top_p]))
 
     def advance(self, model: Any, left: int) -> None:
         """Take a step: the first one is compiled, the second one shows whether it waits for the GPU, the third one is
@@ -459,7 +437,7 @@ class Step:
     def _compile(self, model: Any) -> None:
         self.call = torch.compile(_step, fullgraph=True)
         try:
-            with torch._dynamo.config.patch(recompile_limit=_RECOMPILED):
+            with torch._dynamo.config.patch(recompile_limit=64):  # models, batches and ways to choose
                 self.call(model, self)
         except Exception as error:  # of many kinds; nothing was computed
             _say_once(type(model), "decodes uncompiled, as its step cannot be compiled", str(error))
@@ -505,10 +483,8 @@ class Step:
         there = self.real & (self.slots <= self.place)
         window = getattr(config, "sliding_window", None)
         kinds = sorted(set(getattr(config, "layer_types", None) or [_SLIDING if window else _FULL]))
-        ways = {_FULL: there}
-        if _SLIDING in kinds:
-            ways[_SLIDING] = there & (self.slots > self.place - window)
-        masks = {kind: ways[kind][:, None, None] for kind in kinds}
+        near = there & (self.slots > self.place - window) if _SLIDING in kinds else there
+        masks = {kind: (near if kind == _SLIDING else there)[:, None, None] for kind in kinds}
         if getattr(config, "_attn_implementation", "sdpa") == "eager":
             least = torch.finfo(dtype).min
             masks = {kind: torch.zeros_like(m, dtype=dtype).masked_fill(~m, least) for kind, m in masks.items()}

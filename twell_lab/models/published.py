@@ -1,12 +1,5 @@
-"""Published checkpoints, loaded as what they compute: `load`.
-
-The models of the method's paper (arXiv 2603.23198, SakanaAI/SparseLM0.5B to 2B) have a model_type that transformers
-does not know, "llama_sparse_relu", and a config.json whose hidden_act says silu while their layers compute a ReLU.
-Their weights are named as a Llama's. What decides is in the other entries that begin with "sparsity_": whether the
-layers have a gate, how wide they are, and whether `down` was saved transposed, as the kernels that trained it read it.
-Other ReLU models that transformers does not know are in twell_lab.models.foreign.
-
-No code of a repository is run, and no pickled weights are read."""
+"""Published checkpoints, loaded as what they compute: `load`. What transformers does not know is in
+twell_lab.models.foreign. No code of a repository is run, and no pickled weights are read."""
 
 from __future__ import annotations
 
@@ -27,10 +20,7 @@ from ..ops import clock
 from .thresholds import CONFIG, Thresholds
 from .tiny import LanguageModel
 
-# The model_type of a checkpoint whose layers compute a ReLU, whatever its hidden_act says: that of the same model in
-# transformers, with gated layers and with plain ones (None: there is no such model).
-_SPARSE_RELU = {"llama_sparse_relu": ("llama", "arcee"), "qwen2_sparse_relu": ("qwen2", None)}
-_FOREIGN = ("sparsellama", "minicpm", "bamboo")  # those of twell_lab.models.foreign
+_FOREIGN = ("llama_sparse_relu", "sparsellama", "minicpm", "bamboo")  # those of twell_lab.models.foreign
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt")  # the files of a repository that are fetched
 
 
@@ -125,15 +115,14 @@ def _kind(entries: dict) -> str:
 
 def _check_kind(folder: Path, entries: dict) -> None:
     """Raise InputError for a model of a kind that cannot be loaded: its weights need not be there yet."""
-    own = (*_SPARSE_RELU, *_FOREIGN)
-    if "format" in entries or _kind(entries) in own:
+    if "format" in entries or _kind(entries) in _FOREIGN:
         return
     causal = _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if _kind(entries) not in causal:
         raise InputError(
             f"model_type is {entries.get('model_type')!r:.80} in {str(folder)!r}, and a repository's own code is not "
-            f"run; accepted: {', '.join(own)}, and {len(causal)} causal language models of transformers (others: load "
-            "them by their own class, profile and sparsify take them)"
+            f"run; accepted: {', '.join(_FOREIGN)}, and {len(causal)} causal language models of transformers (others: "
+            "load them by their own class, profile and sparsify take them)"
         )
 
 
@@ -148,16 +137,17 @@ def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -
     kind, source, place = _kind(entries), _transformers().AutoModelForCausalLM, folder
     how = dict(use_safetensors=True, trust_remote_code=False, local_files_only=True, ignore_mismatched_sizes=True)
     try:
-        if kind in _SPARSE_RELU:
-            how["config"] = _sparse_relu_config(entries)
-            source = _transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(how["config"])]
-            if entries.get("sparsity_gated_mlp", True) and entries.get("sparsity_use_hybrid_kernel"):
-                place, how["state_dict"] = None, _turned(folder)
-        elif kind in _FOREIGN:
+        if kind in _FOREIGN:
             from . import foreign
 
-            source = foreign.MODELS[kind]
-            how["config"] = foreign.config_of(kind, entries)
+            source, how["config"] = foreign.configured(kind, entries)
+            # Whether `down` was saved transposed, as the kernels that trained the paper's read it.
+            if entries.get("sparsity_gated_mlp", True) and entries.get("sparsity_use_hybrid_kernel"):
+                weights: dict[str, torch.Tensor] = {}
+                for path in sorted(folder.glob("*.safetensors")):
+                    weights |= safetensors.torch.load_file(path)
+                turned = {name: t.t() for name, t in weights.items() if name.endswith(".mlp.down_proj.weight")}
+                place, how["state_dict"] = None, weights | turned
         with quiet():
             model, report = source.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True, **how)
     except Exception as error:  # of files, entries, sizes, and of what a quantised model needs: all of their own kinds
@@ -166,30 +156,9 @@ def _from_transformers(folder: Path, entries: dict, dtype: torch.dtype | None) -
         raise InputError(f"{name} in {str(folder)!r} has shape {list(here)}; {list(shape)} is accepted")
     if missing := sorted(report["missing_keys"]):
         raise InputError(f"{str(folder)!r} lacks {missing[0]}, {len(missing)} of the model's weights in all")
-    if kind in (*_SPARSE_RELU, *_FOREIGN) and (unknown := sorted(report["unexpected_keys"])):
+    if kind in _FOREIGN and (unknown := sorted(report["unexpected_keys"])):
         raise InputError(f"{str(folder)!r} has {unknown[0]}, which its configuration has no place for")
     return model
-
-
-def _turned(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a folder whose `down` were saved transposed, as the model has them."""
-    weights: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights |= safetensors.torch.load_file(path)
-    return {name: t.t() if name.endswith(".mlp.down_proj.weight") else t for name, t in weights.items()}
-
-
-def _sparse_relu_config(entries: dict):
-    """Return the configuration of a model whose layers compute a ReLU, whatever config.json says."""
-    kind = _SPARSE_RELU[entries["model_type"]][0 if entries.get("sparsity_gated_mlp", True) else 1]
-    if kind is None:
-        raise InputError(f"{entries['model_type']} without gates has no model in transformers")
-    dropped = ("model_type", "architectures", "auto_map", "transformers_version")
-    theirs = {key: value for key, value in entries.items() if not key.startswith("sparsity_") and key not in dropped}
-    theirs["hidden_act"] = "relu"
-    if (wide := entries.get("sparsity_new_intermediate_size")) is not None:
-        theirs["intermediate_size"] = wide
-    return _transformers().AutoConfig.for_model(kind, **theirs)
 
 
 @contextmanager

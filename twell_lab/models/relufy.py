@@ -1,19 +1,10 @@
 """Relufication: make a model with smooth gates (SiLU, GELU) a ReLU model, so that its neurons can be silent.
 
-A recipe after Mirzadeh et al., "ReLU Strikes Back" (arXiv 2310.04564), and ProSparse (arXiv 2402.13516):
-
-1. `relufy(model)` puts a ReLU in the place of each activation. The weights stay; the loss jumps.
-2. Train on, on text like that of the first training, with a learning rate well below its peak (a tenth to a third) and
-   a warm-up. Most of the loss comes back early; the papers spend some percent of the first training.
-3. Then, or along with it after a delay, add L1 on the hidden activations, grown linearly from 0 (TrainConfig's l1_delay
-   and l1_warmup), which leaves many fewer neurons firing:
-
-       with twell_lab.layer_terms(model) as terms:
-           loss = model(tokens, labels=tokens).loss
-       penalty = sum(term.l1 for term in terms) / len(terms)
-       loss = loss + l1 * max(0.0, min(1.0, (step - 500) / 500)) * penalty
-
-4. `twell_lab.profile` says how sparse the layers are, `twell_lab.sparsify` swaps them."""
+A recipe after Mirzadeh et al., "ReLU Strikes Back" (arXiv 2310.04564), and ProSparse (arXiv 2402.13516): `relufy`
+puts a ReLU in the place of each activation. The weights stay; the loss jumps. Train on, on text like that of the first
+training, with a learning rate well below its peak (a tenth to a third) and a warm-up. Most of the loss comes back
+early; the papers spend some percent of the first training. Then, or along with it after a delay, add L1 on the hidden
+activations (layers.terms, SparsityCallback), grown linearly from 0, which leaves many fewer neurons firing."""
 
 from __future__ import annotations
 
@@ -22,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -35,7 +27,7 @@ from ..layers.lossy import ThresholdedActivation
 from ..layers.parts import part_at, parts_of, put
 from ..layers.probe import check_all
 from ..layers.sparse_ffn import SparseFFN
-from .tiny import LanguageModel, ModelConfig
+from .tiny import ModelConfig
 
 # Parts of the names of what a ReLU can follow: smooth ones shaped like it, and its square.
 _LIKE_RELU = ("silu", "swish", "gelu", "mish", "squaredrelu", "relusquared")
@@ -59,20 +51,17 @@ def relufy(model: nn.Module, *, only: Only | None = None) -> nn.Module:
     something else than down(act(gate(x)) * up(x)) or down(act(up(x))); for an activation that is not like a ReLU; and,
     without `only`, where the configuration's field also governs other modules, as the head of BERT."""
     check_model(model)
-    layers = [
-        (name, module, ACTIVATION if stored(module) else parts.family.activation)
-        for name, module in model.named_modules()
-        if not isinstance(module, SparseFFN) and (stored(module) or (parts := parts_of(module)))
-    ]
-    if not layers and not any(isinstance(module, SparseFFN) for module in model.modules()):
+    layers, known = [], False
+    for name, module in model.named_modules():
+        parts = None if isinstance(module, SparseFFN) or stored(module) else parts_of(module)
+        if not (parts or stored(module) or isinstance(module, SparseFFN)):
+            continue
+        known, place = True, parts.family.activation if parts else ACTIVATION
+        done = isinstance(module, SparseFFN) or isinstance(part := part_at(module, place), SparseFFN) or is_relu(part)
+        if not done and (_of_text(model, name) if only is None else selected(only, name, module)):
+            layers.append((name, module, place))
+    if not known:
         raise InputError(f"no feed-forward layer in {type(model).__name__}: {other_layers(model)}; {accepted()}")
-    layers = [
-        (name, module, place)
-        for name, module, place in layers
-        if not is_relu(part := part_at(module, place))
-        and not isinstance(part, SparseFFN)  # in OPT's place of the activation
-        and (_of_text(model, name) if only is None else selected(only, name, module))
-    ]
     for name, module, place in layers:
         kind = kind_of(part_at(module, place))
         if not any(part in kind.lower() for part in _LIKE_RELU):
@@ -82,8 +71,11 @@ def relufy(model: nn.Module, *, only: Only | None = None) -> nn.Module:
             )
     check_all((name, module) for name, module, _ in layers)
     changed = {f"{name}.{place}".lstrip(".") for name, _, place in layers}
+    saved = []
     try:
-        saved = [(module, _governing(module, names)) for module, names in _saved(model, changed)]
+        for prefix, module in _saved(model):
+            if names := {name.removeprefix(prefix) for name in changed if name.startswith(prefix)}:
+                saved.append((module, _governing(module, names)))
     except InputError as error:
         if only is None:
             raise InputError(f"{error}; accepted: an `only`, which leaves the configuration as it was") from error
@@ -100,33 +92,28 @@ def relufy(model: nn.Module, *, only: Only | None = None) -> nn.Module:
 def _of_text(model: nn.Module, name: str) -> bool:
     """Return whether the layer belongs to the model that reads and writes text: what its nearest configuration says."""
     configs = [config for config in _configs_above(model, name) if hasattr(config, "get_text_config")]
-    if not configs:
-        return True
-    kinds = {type(configs[0])}
-    for side in ({}, {"decoder": True}, {"encoder": True}):
+    kinds = {type(config) for config in configs[:1]}
+    for side in ({}, {"decoder": True}, {"encoder": True}) if configs else ():
         with suppress(ValueError):  # of several text models, it asks for the side
             kinds.add(type(configs[0].get_text_config(**side)))
-    return type(configs[-1]) in kinds
+    return not configs or type(configs[-1]) in kinds
 
 
 def _configs_above(model: nn.Module, name: str) -> list:
     """Return the configurations of the modules on the way to the one of this name, the model's first."""
-    places = [part for part in name.split(".") if part]
-    modules = [model.get_submodule(".".join(places[:at])) for at in range(len(places) + 1)]
-    return [module.config for module in modules if getattr(module, "config", None) is not None]
+    way = accumulate(name.split("."), "{}.{}".format) if name else ()
+    configs = (getattr(module, "config", None) for module in (model, *map(model.get_submodule, way)))
+    return [config for config in configs if config is not None]
 
 
-def _saved(model: nn.Module, changed: set[str]) -> Iterator[tuple[nn.Module, set[str]]]:
-    """Yield the outermost modules that are saved with a configuration, most often the model itself, each with the names
-    in it of activations that change."""
-    outer: list[str] = []
-    for name, module in model.named_modules():
-        saves = hasattr(type(module), "save_pretrained") or isinstance(module, LanguageModel)
-        prefix = f"{name}." if name else ""
-        if saves and not any(name.startswith(before) for before in outer):
-            outer.append(prefix)
-            if names := {place.removeprefix(prefix) for place in changed if place.startswith(prefix)}:
-                yield module, names
+def _saved(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules that are saved with a configuration, most often the model itself, behind the
+    beginning of the names of what is in them."""
+    if hasattr(type(model), "save_pretrained"):
+        yield prefix, model
+        return
+    for name, child in model.named_children():
+        yield from _saved(child, f"{prefix}{name}.")
 
 
 def _governing(model: nn.Module, changed: set[str]) -> set[type]:
@@ -140,9 +127,7 @@ def _governing(model: nn.Module, changed: set[str]) -> set[type]:
             built = _relus(type(model)(_with_relu(copy.deepcopy(model.config), kinds)))
     except Exception as error:
         raise InputError(f"{type(model).__name__} could not be built anew: {error!r:.200}") from error
-    sparse = {name for name, module in model.named_modules() if isinstance(module, SparseFFN)}  # which compute a ReLU
-    others = {name for name in built - changed - _relus(model) if not sparse & {name, name.rpartition(".")[0]}}
-    if wrong := sorted(changed - built) + sorted(others):
+    if wrong := sorted(changed - built) + sorted(built - changed - _relus(model)):
         raise InputError(
             f"{type(model.config).__name__} with a ReLU would not be that of the layers that are changed: {wrong[0]} "
             f"({len(wrong)} in all) would differ where the model is loaded again"
@@ -172,9 +157,12 @@ def _with_relu(config, kinds: set[type]):
 
 def _relus(model: nn.Module) -> set[str]:
     """Return the names of what a model has a ReLU in: modules, functions, and words that name one."""
-    names = {name for name, module in model.named_modules() if is_relu(module)}
+    names = set()
     for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if is_relu(value) or isinstance(value, str) and value == "relu":
-                names.add(f"{name}.{key}".lstrip("."))
+        if is_relu(module) or isinstance(module, SparseFFN):
+            names.add(name)
+        own = {
+            key for key, value in vars(module).items() if is_relu(value) or isinstance(value, str) and value == "relu"
+        }
+        names |= {f"{name}.{key}".lstrip(".") for key in own}
     return names

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import records
-from ..analysis.plan import COLUMNS, Plan, chosen
+from ..analysis.planner import COLUMNS, Plan, chosen
 from ..analysis.planner import plan as plan_layers
 from ..analysis.profile import count
 from ..core import InputError, TwellError
@@ -28,14 +28,12 @@ from ..layers.skipping import skip, stop_skipping
 from ..layers.sparse_ffn import FOR_CUT, SparseFFN
 from ..ops.functional import check_finite
 
-PLANNED = "twell_lab_plan"  # the attribute of a model that has the plan by which some of its layers stayed dense
+PLANNED = "twell_lab_plan"  # the attribute of a model that has the plans, by name, of layers that stayed dense
 WAYS = (
     "tl.sparsify(model, batches), which profiles, plans and swaps; tl.sparsify(model, plan) with a tl.plan(...) or the "
     "name of its file; tl.sparsify(model, 'twell') or another path's name; tl.sparsify(model, tl.Choice(...))"
 )
 
-_COLUMNS = {"runs" if name == "choice" else name: heading for name, heading in COLUMNS.items()}
-_COLUMNS |= {"tokens": "tokens up to", "runs": "runs", "why": "why"}
 _UNKNOWN = ("tokens", "nnz", "us", "dense_us", "x_dense", "how")
 
 
@@ -54,14 +52,12 @@ def sparsify(
     Given batches, it profiles the model on them, plans each layer (it times the best paths beside dense), swaps, and
     prints four lines: what fires, which paths are taken, what that should gain, and what stayed dense and why.
 
-    Weights are rewritten once, in place, without changing the function (layers.storage): `down` gets the strides of its
-    transpose, and with the hot/cold path the neurons are put in order. Parameters stay the same objects with the same
-    shapes and names. CUDA graphs that were captured before have to be captured anew; optimizers, averages and masks
-    that were made before a reordering no longer fit. A model in training mode is not rewritten: it trains sparsely, and
-    infers densely until it is swapped anew in evaluation mode. `densify` takes all back.
-
-    A layer that cannot be sparse stays dense, and `twell_lab.report` says why. Each routed expert is a layer, named by
-    its number.
+    Weights are rewritten once, in place, without changing the function (layers.storage); parameters stay the same
+    objects with the same shapes and names. CUDA graphs that were captured before have to be captured anew, and with the
+    hot/cold path, which puts the neurons in order, optimizers, averages and masks made before no longer fit. A model in
+    training mode is not rewritten: it trains sparsely, and infers densely until it is swapped anew in evaluation mode.
+    `densify` takes all back. A layer that cannot be sparse stays dense, and `twell_lab.report` says why. Each routed
+    expert is a layer, named by its number.
 
     Args:
         model: any module in which `feed_forwards` finds layers.
@@ -92,15 +88,17 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
     Where the plan takes torch's own dense layer for every number of tokens, that stays in its place, or comes back."""
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     tied = {number for number, many in owners.items() if many > 1}  # of parameters that several modules have
+    plans = {found.name: told.layer(found.name) if isinstance(told, Plan) else told for found in layers}
+    stays = {name for name, plan in plans.items() if getattr(plan, "unchanged", False)}
     swapped: list[tuple[str, SparseFFN]] = []
     undo: list[Callable[[], object]] = []
     for found in layers:
-        source, plan = found.module, told.layer(found.name) if isinstance(told, Plan) else told
+        source, plan = found.module, plans[found.name]
         try:
             if isinstance(source, SparseFFN):
                 undo.append(partial(source.follow, source.plan))
                 source.follow(plan)
-            elif not _stays(plan):
+            elif found.name not in stays:
                 sparse = SparseFFN(source, plan=plan, tied=tied, probed=found.both, **geometry)
                 swapped.append((found.name, sparse))
                 undo.append(sparse.close)
@@ -108,32 +106,30 @@ def _swap(model: nn.Module, layers: list[FeedForward], told: Plan | Choice, geom
             for back in reversed(undo):
                 back()
             raise type(error)(f"layer {found.name!r}: {error}") from None
+    seats = {}
     for name, sparse in swapped:
         if isinstance(sparse.source, Expert):
             experts = sparse.source.of
             experts.add_module(name.rpartition(".")[2], sparse)
             if not isinstance(vars(experts).get("forward"), Routed):
                 Routed(experts)
-        elif not sparse.registered:
+        elif sparse.registered:
+            seats[sparse.source] = sparse
+        else:
             sparse.take_seat()
-    of_their_own = [sparse for _, sparse in swapped if sparse.registered and not isinstance(sparse.source, Expert)]
-    model = replaced(model, {sparse.source: sparse for sparse in of_their_own})
+    model = replaced(model, seats)
     for found in layers:
-        if isinstance(found.module, SparseFFN) and _stays(found.module.plan):
+        if isinstance(found.module, SparseFFN) and found.name in stays:
             model = _take_out(model, found.module)
-    choices = [told] if isinstance(told, Choice) else [one for layer in told.layers for one in layer.choices.values()]
+    choices = [c for plan in plans.values() for c in ([plan] if isinstance(plan, Choice) else plan.choices.values())]
     if any(choice.path in FOR_CUT for choice in choices):
         for module in model.modules():
             if type(module) is nn.Linear and ThresholdedInput.of(module):
                 skip(module)  # or it stays as it is, with the same zeros
     vars(uncompiled(model)).pop(PLANNED, None)
-    if isinstance(told, Plan) and any(map(_stays, told.layers)):
-        vars(uncompiled(model))[PLANNED] = told
+    if stays:
+        vars(uncompiled(model))[PLANNED] = {name: plans[name] for name in stays}
     return model
-
-
-def _stays(plan: LayerPlan | Choice) -> bool:
-    return isinstance(plan, LayerPlan) and plan.unchanged  # the layer is left as the model has it
 
 
 def find_layers(model: nn.Module, only: Only | None = None) -> tuple[list[FeedForward], dict[str, str]]:
@@ -228,7 +224,8 @@ class Report:
     rows: list[dict]
 
     def __str__(self) -> str:
-        return records.table([{**row, "layer": row["layer"] or "layer"} for row in self.rows], _COLUMNS)
+        rows = [{**row, "layer": row["layer"] or "layer", "choice": row["runs"]} for row in self.rows]
+        return records.table(rows, COLUMNS | {"tokens": "tokens up to", "choice": "runs"})
 
 
 def report(model: nn.Module, *, only: Only | None = None) -> Report:
@@ -242,19 +239,17 @@ def report(model: nn.Module, *, only: Only | None = None) -> Report:
     known ("measured", "measured on" a layer like it, "predicted"); and `why`. What is not known is None."""
     rows = []
     _, reasons = find_layers(model, only)
-    plan = getattr(model, PLANNED, None)
-    stayed = {} if plan is None else {layer.name: layer for layer in plan.layers if layer.unchanged}
+    stayed = getattr(model, PLANNED, {})
     for found in feed_forwards(model, only=only):
         sparse = found.module if isinstance(found.module, SparseFFN) else None
         plan = stayed.get(found.name) if sparse is None else sparse.plan
-        state = "planned" if isinstance(plan, LayerPlan) else "told" if sparse else "not swapped"
         if isinstance(plan, LayerPlan):
-            told = chosen(plan)
+            state, told = "planned", chosen(plan)
         elif sparse is not None:
-            told = [{"choice": str(plan), "why": "asked for by name, be it faster or not"}]
+            state, told = "told", [{"choice": str(plan), "why": "asked for by name, be it faster or not"}]
         else:
             why = reasons.get(found.name, "sparsify left this layer as it is, or was not called")
-            told = [{"choice": str(DENSE), "why": why}]
+            state, told = "not swapped", [{"choice": str(DENSE), "why": why}]
         lossy = f"; {found.acts}" if isinstance(found.acts, Lossy) else f"; {found.cut}" if found.cut else ""
         for row in told:
             row = {**dict.fromkeys(_UNKNOWN), **row, "layer": found.name, "state": state, "runs": row["choice"]}

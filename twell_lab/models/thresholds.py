@@ -9,10 +9,8 @@ zero, so that it can be skipped; the model then computes something else than bef
   hidden values before down. What is zero there spares a column of what it enters. With `attention` on the inputs of
   the other projections of these layers' blocks, too, as published: q, k, v and o.
 - "wina" (Chen et al., arXiv 2505.19427): on the same inputs, each scored by |x_i| times the norm of column i of what it
-  enters. The paper (its equation 4) does so for each projection by itself, and so it is for q, k, v and o. gate and up
-  have one threshold, and count as one matrix, of which an input meets one column: as the paper's code does for Phi-4,
-  which stores them so. One score then spares columns of both, which kernels read together. The paper also rotates
-  weights first, so that the columns of k and gate are orthogonal, and scores the others by |x_i|; here none is rotated.
+  enters (equation 4). gate and up count as one matrix, as in the paper's code for Phi-4, which stores them so: one
+  score spares columns of both, which kernels read together. The paper also rotates weights first; here none is.
 
 A place's threshold is the quantile of the magnitudes that were seen there while the model ran over some batches
 (`calibrate`). All places get the same sparsity."""
@@ -45,23 +43,20 @@ from ..layers.sparse_ffn import SparseFFN
 CONFIG = "twell_lab_thresholds"  # what the configuration of a model of transformers calls those that are on it
 SITES = {"cats": ("activation",), **dict.fromkeys(("teal", "wina"), (INPUT, HIDDEN))}  # places of a layer, by method
 ROWS = 256  # inputs of each layer that are kept to measure errors on
-LOSSY = "lossy: a thresholded model computes something else than the model it was made of"
 
 _EDGES = torch.cat([torch.zeros(1), torch.arange(-24 * 32, 16 * 32 + 1).div(32).exp2()])  # 0, then 2.2% a step
-_CHUNK = 2**22  # values that are counted at a time
-_SCORES = 2**26  # scores of next tokens that are in memory at a time
 
 
 class Histogram:
-    """How many values of each magnitude were seen, on a logarithmic scale from 2**-24 to 2**16, in memory that does not
-    grow with them. counts: int64, exact zeros and then those up to each further edge, larger ones with the last."""
+    """How many values of each magnitude were seen, on a logarithmic scale from 2**-24 to 2**16. counts: int64, exact
+    zeros and then those up to each further edge, larger ones with the last."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros(len(_EDGES), dtype=torch.int64, device="cpu")
 
     def add(self, values: Tensor, where: str = "the values") -> None:
         """Count these values, of any shape. InputError, which says where, for one that is not finite."""
-        for part in values.detach().flatten().split(_CHUNK):
+        for part in values.detach().flatten().split(2**22):
             size = part.float().abs()
             if not size.isfinite().all():
                 raise InputError(f"{where}: one is not finite; accepted: a model and batches that give finite values")
@@ -97,20 +92,20 @@ class LayerCalibration:
     @torch.no_grad()
     def add(self, x: Tensor, gate: Gate, rows: Rows) -> None:
         """Count what one forward of the layer gives; as analysis.running.run calls it."""
-        x, up, values = rows.kept(x), self.layer.up, {INPUT: rows.kept(x)}
+        x, up = rows.kept(x), self.layer.up
+        values = {INPUT: x}
         if len(x) and not self.alone:
-            values["activation"] = self.layer.acts(rows.kept(gate(ALL)).clone())  # it may work in place
+            acts = self.layer.acts(rows.kept(gate(ALL)).clone())  # it may work in place
             beside = 1 if self.layer.gate is None or HIDDEN not in self.sites else F.linear(x, up.weight, up.bias)
-            values[HIDDEN] = values["activation"] * beside
+            values |= {"activation": acts, HIDDEN: acts * beside}
         for site, histogram in self.sites.items() if len(x) else ():
             histogram.add(values[site] * self.scales[site], f"{self.name}, {site}")
         self.tokens += len(x)
-        if self.alone:
-            return
-        fresh = torch.rand(len(x), generator=self._draw, dtype=torch.float64, device="cpu")
-        keys, inputs = torch.cat([self._keys, fresh]), torch.cat([self.rows.to(x), x])
-        best = keys.topk(min(ROWS, len(keys))).indices.sort().values
-        self._keys, self.rows = keys[best], inputs[best.to(x.device)]
+        if not self.alone:
+            fresh = torch.rand(len(x), generator=self._draw, dtype=torch.float64, device="cpu")
+            keys, inputs = torch.cat([self._keys, fresh]), torch.cat([self.rows.to(x), x])
+            best = keys.topk(min(ROWS, len(keys))).indices.sort().values
+            self._keys, self.rows = keys[best], inputs[best.to(x.device)]
 
     @torch.no_grad()
     def error(self, thresholds: dict[str, float]) -> float:
@@ -137,16 +132,11 @@ class Calibration:
     layers: list[LayerCalibration]
     projections: list[LayerCalibration]
 
-    @property
-    def tokens(self) -> int:
-        """Return how many tokens the layers saw: the largest number among them, should they differ."""
-        return max(layer.tokens for layer in self.layers)
-
     def at(self, sparsity: float) -> Thresholds:
         """Return the thresholds for this sparsity, a share as `thresholds` takes it."""
         _check_sparsity(sparsity)
         layers, projections = ([one.at(sparsity) for one in some] for some in (self.layers, self.projections))
-        return Thresholds(self.method, float(sparsity), self.tokens, layers, projections)
+        return Thresholds(self.method, float(sparsity), max(one.tokens for one in self.layers), layers, projections)
 
 
 def calibrate(
@@ -159,7 +149,11 @@ def calibrate(
         raise InputError(f"method is {method!r:.80}; accepted: {', '.join(map(repr, SITES))}")
     if not isinstance(attention, bool) or attention and method == "cats":
         raise InputError(f"attention is {attention!r:.80}; accepted: False, and True with method 'teal' or 'wina'")
-    if not (chosen := _layers(model, only)):
+    _check_dense(model)
+    modules = [*uncompiled(model).named_modules()]
+    linear = {name: module for name, module in modules if type(module) is nn.Linear}
+    found = [_place(*one) for one in modules if one[0] not in linear and named_family(one[1]) and selected(only, *one)]
+    if not (chosen := [place for place in found if place is not None]):
         raise InputError(
             f"no feed-forward layer in {type(model).__name__}{'' if only is None else ' that `only` takes'}; routed "
             f"experts, which share an activation, do not count; {accepted()}"
@@ -167,7 +161,10 @@ def calibrate(
     _check_without(model)
     check_all((layer.name, layer.module) for layer in chosen)
     layers = [LayerCalibration(layer, method) for layer in chosen]
-    projections = [LayerCalibration(one, method) for one in (_projections(model, chosen) if attention else ())]
+    blocks = tuple(f"{above}." for layer in chosen if (above := layer.name.rpartition(".")[0]))
+    own = {id(module) for layer in chosen for module in (*layer.module.modules(), layer.gate, layer.up, layer.down)}
+    others = [one for one in linear.items() if attention and one[0].startswith(blocks) and id(one[1]) not in own]
+    projections = [LayerCalibration(_place(*one), method) for one in others]
     run(model, [(one.layer, one.add) for one in (*layers, *projections)], batches)
     if idle := [layer.name for layer in layers if not layer.tokens]:
         raise InputError(f"{idle[0]!r} saw no token of the batches; accepted: one or more, or an `only` without it")
@@ -187,19 +184,6 @@ def _scales(method: str, layer: FeedForward) -> dict[str, float | Tensor]:
     return {"activation": 1.0, INPUT: up if gate is None else torch.stack([gate, up]).norm(dim=0), HIDDEN: down}
 
 
-def _linears(model: nn.Module) -> dict[str, FeedForward]:
-    """Return the plain linear layers of a model by name, each as a layer that is one projection alone."""
-    linears = ((name, module) for name, module in uncompiled(model).named_modules() if type(module) is nn.Linear)
-    return {name: FeedForward(name, module, None, module, module) for name, module in linears}
-
-
-def _projections(model: nn.Module, layers: list[FeedForward]) -> list[FeedForward]:
-    """Return the plain linear layers of the blocks that these layers are in, without the layers' own."""
-    blocks = tuple(f"{above}." for layer in layers if (above := layer.name.rpartition(".")[0]))
-    own = {id(module) for layer in layers for module in (*layer.module.modules(), layer.gate, layer.up, layer.down)}
-    return [one for name, one in _linears(model).items() if name.startswith(blocks) and id(one.module) not in own]
-
-
 def thresholds(
     model: nn.Module,
     batches: Iterable,
@@ -210,12 +194,7 @@ def thresholds(
     only: Only | None = None,
 ) -> Thresholds:
     """Choose, for a model that was not trained to be sparse, what its feed-forward layers may set to zero; leaves the
-    model as it was.
-
-        found = twell_lab.thresholds(model, batches, sparsity=0.5)
-        print(found)                        # by layer: threshold, density, error
-        print(found.loss(model, windows))   # what it costs, on text that the batches do not hold
-        model = found.apply(model)          # lossy from here on; found.remove(model) takes it back
+    model as it was. The result's `apply` makes a model lossy, `remove` takes that back, `loss` says what it costs.
 
     Args:
         model: of transformers (of a family that `feed_forwards` knows) or of this project, with any activation.
@@ -258,17 +237,6 @@ class LayerThresholds:
     density: dict[str, float]
     error: float | None
 
-    @property
-    def matrices(self) -> int:
-        """Return how many matrices of d_ff x d_model it has."""
-        return 3 if self.gated else 2 if self.activation else 1
-
-    @property
-    def spared(self) -> float:
-        """Return how many of these matrices' worth of multiplications meet a zero: a gated layer's activation and
-        inputs stand for two each."""
-        return sum((1 - share) * (1 + (self.gated and site != HIDDEN)) for site, share in self.density.items())
-
 
 @dataclass(frozen=True)
 class Thresholds(Saved):
@@ -300,29 +268,27 @@ class Thresholds(Saved):
 
     @property
     def spared(self) -> float:
-        """Return the share of the multiplications by these weights that meet a zero, on the calibration batches."""
-        zero, whole = (
-            sum(getattr(layer, what) * layer.d_ff * layer.d_model for layer in self.all)
-            for what in ("spared", "matrices")
-        )
+        """Return the share of the multiplications by these weights that meet a zero, on the calibration batches. A
+        gated layer's activation and inputs stand for two matrices each."""
+        zero = whole = 0.0
+        for layer in self.all:
+            met = sum((1 - share) * (1 + (layer.gated and site != HIDDEN)) for site, share in layer.density.items())
+            zero += met * layer.d_ff * layer.d_model
+            whole += (3 if layer.gated else 2 if layer.activation else 1) * layer.d_ff * layer.d_model
         return zero / whole
 
-    def table(self) -> list[dict]:
-        """Return one row a layer, JSON-able: layer, threshold and density of each place, error."""
-        return [
-            {"layer": layer.name}
+    def __str__(self) -> str:
+        rows = [
+            {"layer": layer.name or "layer"}
             | {f"{site} threshold": value for site, value in layer.thresholds.items()}
             | {f"{site} density": value for site, value in layer.density.items()}
             | {"error": layer.error}
             for layer in self.layers
         ]
-
-    def __str__(self) -> str:
-        """Lay `table` out as lines of text, and say that this is lossy."""
-        rows = [{**row, "layer": row["layer"] or "layer"} for row in self.table()]
-        cut = any(value > 0 for layer in self.layers for value in layer.thresholds.values())
         attention = f", {len(self.projections)} projections of attention included" if self.projections else ""
-        label = LOSSY if cut else "so many values are zero by themselves: no threshold is above 0, nothing is changed"
+        label = "lossy: a thresholded model computes something else than the model it was made of"
+        if not any(value > 0 for layer in self.layers for value in layer.thresholds.values()):
+            label = "so many values are zero by themselves: no threshold is above 0, nothing is changed"
         return (
             f"{records.table(rows, {name: name for name in rows[0]})}\n"
             f"{self.method}, sparsity {self.sparsity:g}, from {self.tokens:,} tokens: {self.spared:.0%} of the layers' "
@@ -333,12 +299,10 @@ class Thresholds(Saved):
         """Have the layers of the model set to zero what is below the thresholds, in place; returns the model.
 
         With "cats" each activation becomes a ThresholdedActivation; otherwise the projections get a ThresholdedInput,
-        for "wina" by the norms that their weights have now. Others that are on the model are taken off before.
-        `sparsify` takes a model with either on it. The configuration of a model of transformers holds them from then on
-        (CONFIG), so that `save_pretrained` writes them and `twell_lab.load`, not transformers, puts them on.
-
-        InputError, with nothing changed, for a model whose layers have other names, shapes or activations than those
-        that were calibrated, and for one that `sparsify` swapped."""
+        for "wina" by the norms that their weights have now. Others that are on the model are taken off before. The
+        configuration of a model of transformers holds them from then on (CONFIG), so that `save_pretrained` writes them
+        and `twell_lab.load`, not transformers, puts them on. InputError, with nothing changed, for a model whose layers
+        have other names, shapes or activations than those that were calibrated, and for one that `sparsify` swapped."""
         pairs = self._pairs(model)
         self.remove(model)
         for layer, place in pairs:
@@ -387,14 +351,14 @@ class Thresholds(Saved):
             with_them = losses(self.apply(model), windows)
         finally:
             self.remove(model)
-        return LossChange.of(without, with_them, windows.shape[1] - 1)
+        return LossChange.of(without, with_them)
 
     def _pairs(self, model: nn.Module) -> list[tuple[LayerThresholds, FeedForward]]:
         """Return the thresholds beside the model's layers that they are for. InputError for another model."""
-        names, pairs = {layer.name for layer in self.layers}, []
-        there, linears = {one.name: one for one in _layers(model, lambda name, _: name in names)}, _linears(model)
+        _check_dense(model)
+        modules, pairs = dict(uncompiled(model).named_modules()), []
         for layer in self.all:
-            place = (there if layer.activation else linears).get(layer.name)
+            place = _place(layer.name, modules[layer.name]) if layer.name in modules else None
             wanted = (layer.d_model, layer.d_ff, layer.gated, layer.activation)
             if place is None or _shape(place) != wanted:
                 said = "d_model {}, d_ff {}, gated {}, {}"
@@ -413,24 +377,23 @@ def _config(model: nn.Module) -> object | None:
     return config if hasattr(config, "to_json_file") else None
 
 
-def _layers(model: nn.Module, only: Only | None) -> list[FeedForward]:
-    """Return every feed-forward layer of the model but routed experts, whatever its activation, which is `acts`:
-    without a threshold of ours, where one is on it. InputError for one that cannot be asked."""
-    _check_dense(model)
-    layers = []
-    for name, module in uncompiled(model).named_modules():
-        if experts_of(module) or named_family(module) is None or not selected(only, name, module):
-            continue
-        parts = parts_of(module)
-        weights = [] if parts is None else [p for owner in parts.owners for p in owner.parameters()]
-        if parts is None or any(p.is_meta or hasattr(p, "device_mesh") for p in weights):
-            raise InputError(
-                f"{title(name, module)}: its projections are quantised, adapted, sharded or on meta; accepted: plain "
-                "ones of torch.nn.Linear, or an `only` that leaves the layer out"
-            )
-        acts = parts.acts.activation if isinstance(parts.acts, ThresholdedActivation) else parts.acts
-        layers.append(FeedForward(name, module, parts.gate, parts.up, parts.down, acts))
-    return layers
+def _place(name: str, module: nn.Module) -> FeedForward | None:
+    """Return a feed-forward layer, whatever its activation, which is `acts`, without a threshold of ours on it; a plain
+    linear layer as one that is a projection alone; None for routed experts and others. InputError for a layer that
+    cannot be asked."""
+    if type(module) is nn.Linear:
+        return FeedForward(name, module, None, module, module)
+    if experts_of(module) or named_family(module) is None:
+        return None
+    parts = parts_of(module)
+    weights = [] if parts is None else [p for owner in parts.owners for p in owner.parameters()]
+    if parts is None or any(p.is_meta or hasattr(p, "device_mesh") for p in weights):
+        raise InputError(
+            f"{title(name, module)}: its projections are quantised, adapted, sharded or on meta; accepted: plain ones "
+            "of torch.nn.Linear, or an `only` that leaves the layer out"
+        )
+    acts = parts.acts.activation if isinstance(parts.acts, ThresholdedActivation) else parts.acts
+    return FeedForward(name, module, parts.gate, parts.up, parts.down, acts)
 
 
 def _check_dense(model: nn.Module) -> None:
@@ -455,15 +418,13 @@ class LossChange:
     low: float
     high: float
     windows: int
-    tokens: int
 
     @classmethod
-    def of(cls, dense: Tensor, thresholded: Tensor, each: int) -> LossChange:
-        """Compare the losses of two or more windows, float64 [n], of `each` predicted tokens."""
+    def of(cls, dense: Tensor, thresholded: Tensor) -> LossChange:
+        """Compare the losses of two or more windows, float64 [n]."""
         difference, n = thresholded - dense, len(dense)
         change, reach = difference.mean().item(), 1.96 * difference.std().item() / math.sqrt(n)
-        means = dense.mean().item(), thresholded.mean().item()
-        return cls(*means, change, change - reach, change + reach, n, n * each)
+        return cls(dense.mean().item(), thresholded.mean().item(), change, change - reach, change + reach, n)
 
     def __str__(self) -> str:
         return (
@@ -475,8 +436,8 @@ class LossChange:
 def losses(model: nn.Module, windows: Tensor) -> Tensor:
     """Measure the mean loss of each window [n, length] in nats, float64 [n]. InputError for a token that the model does
     not know, and for a model that gives no scores [batch, tokens, vocabulary]."""
-    many = max(1, min(32, _SCORES // max(1, windows.shape[1] * vocabulary_of(model))))
-    batches, means = windows.split(many), []
+    scores = windows.shape[1] * vocabulary_of(model)  # of a window; 2**26 are in memory at a time
+    batches, means = windows.split(max(1, min(32, 2**26 // max(1, scores)))), []
 
     def after(output, seen: list[Rows]) -> None:
         tokens, scores = batches[len(means)], getattr(output, "logits", output)

@@ -1,16 +1,19 @@
 """A small decoder-only language model with ReLU feed-forward layers: what the course trains and takes apart.
 
 The shape is the usual one (Llama's): RMSNorm before each part, causal attention with rotary positions, and a
-feed-forward layer that is either gated, `down(relu(gate(x)) * up(x))`, or plain, `down(relu(up(x)))`; in both
-the ReLU may be a squared one. The feed-forward modules carry the attribute names of transformers' LlamaMLP: what
-takes one takes the other.
-"""
+feed-forward layer that is either gated, `down(relu(gate(x)) * up(x))`, or plain, `down(relu(up(x)))`; in both the ReLU
+may be a squared one. Its modules have the names that they have in transformers' LlamaMLP.
+
+It is saved in a form of its own, or, with gated layers, as a LlamaForCausalLM, which computes the same. Ours keeps
+query, key and value in one matrix, in this order, and has other names; that is all that differs. A model that reads
+bytes gets a byte-level BPE without merges, whose token numbers are the values of the bytes. Byte 0, which no text has
+that a model of ours is trained on, is the special token EDGE there: lm-eval asks for one that begins a text."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,30 @@ from .. import core
 from ..core import InputError, TwellError, read_json, write_atomically
 from ..layers.lossy import lossy_parts
 from ..ops.reference import ACTIVATIONS, GatedFeedForward, PlainFeedForward
-from . import llama
 
 FORMAT = 1  # of the saved form; raised when an older reader would misread it
 SIZES = ("vocabulary", "d_model", "layers", "heads", "d_ff", "context")
 LARGEST = 2**31 - 1  # of each size: products of two are still what a tensor can hold
-_LAYER_BYTES = 16_384  # of a layer's modules, beside its weights
+EPS, THETA = 1e-6, 10000.0  # of the norms, and the base of the rotary positions, in all of our models
+EDGE = "<|byte 0|>"
+_SIZES = {
+    "vocabulary": "vocab_size",
+    "d_model": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "d_ff": "intermediate_size",
+    "context": "max_position_embeddings",
+    "activation": "hidden_act",
+}
+# Parts of the names of weights that Llama calls otherwise.
+_NAMES = {
+    "embedding.": "model.embed_tokens.",
+    "head.": "lm_head.",
+    "attention_norm.": "input_layernorm.",
+    "mlp_norm.": "post_attention_layernorm.",
+    "attention.out_proj.": "self_attn.o_proj.",
+    "attention.qkv_proj.": "self_attn.{}_proj.",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +94,7 @@ def check_fits(config: ModelConfig) -> None:
     """Raise InputError where such a model needs more than this machine's memory, before anything of it is built."""
     tables = 4 * config.context * (config.d_model // config.heads // 2)  # cosines, sines, and what they are made of
     weights = 0 if torch.get_default_device().type == "meta" else 4 * (parameters(config) + tables)
-    needed, there = weights + _LAYER_BYTES * config.layers, core.memory()
+    needed, there = weights + 16_384 * config.layers, core.memory()  # of modules, beside their weights
     if there is not None and needed > there:
         raise InputError(
             f"a model of {', '.join(f'{name} {getattr(config, name)}' for name in SIZES)} takes "
@@ -144,9 +165,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=EPS)
         self.attention = Attention(config.d_model, config.heads)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=EPS)
         kind = GatedFeedForward if config.gated else PlainFeedForward
         self.mlp = kind(config.d_model, config.d_ff, config.activation)
 
@@ -170,7 +191,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.norm = nn.RMSNorm(config.d_model, eps=EPS)
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
         self._turn_positions()
         nn.init.normal_(self.embedding.weight)
@@ -182,7 +203,7 @@ class LanguageModel(nn.Module):
     def _turn_positions(self) -> None:
         """Make the tables of `rotate`, [context, width of a head / 2]."""
         half = self.config.d_model // self.config.heads // 2
-        angles = torch.arange(self.config.context)[:, None] * llama.THETA ** (-torch.arange(half) / half)
+        angles = torch.arange(self.config.context)[:, None] * THETA ** (-torch.arange(half) / half)
         self.register_buffer("cosine", angles.cos(), persistent=False)
         self.register_buffer("sine", angles.sin(), persistent=False)
 
@@ -209,7 +230,7 @@ class LanguageModel(nn.Module):
         """Write model.safetensors and config.json into `folder`, which is made where it is missing; return the folder.
 
         Raises InputError where the folder can't be written, and for a model with thresholds on it."""
-        return _write(folder, {"format": FORMAT, **asdict(self.config)}, self._weights())
+        return self._write(folder, {"format": FORMAT, **asdict(self.config)})
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: str | None = None) -> Path:
         """Write the model into `folder` as a LlamaForCausalLM with its tokenizer, which transformers and tl.load read;
@@ -217,17 +238,25 @@ class LanguageModel(nn.Module):
 
         tokenizer: what the tokenizer.json of a model that reads a BPE holds; None for a model that reads bytes.
         InputError for plain feed-forward layers, which Llama lacks, and as `save`."""
-        config = llama.config_of(asdict(self.config), self.head.weight.dtype)
-        files = llama.tokenizer_files(tokenizer, self.config.context)
-        return _write(folder, config, llama.to_llama(self._weights()), files)
+        config = _llama_config(asdict(self.config), self.head.weight.dtype)
+        return self._write(folder, config, _to_llama, _tokenizer_files(tokenizer, self.config.context))
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _write(self, folder: str | os.PathLike, config: dict, named: Callable = dict, files: Mapping = {}) -> Path:
+        """Write the weights, under the names that `named` gives them, and files, every one whole or not at all."""
         if lossy_parts(self):
             raise InputError(
                 "the model has thresholds on it, which its file does not hold; accepted: one without "
                 "(Thresholds.remove), and Thresholds.save beside it"
             )
-        return {name: value.detach().cpu() for name, value in self.state_dict().items()}
+        weights = named({name: value.detach().cpu() for name, value in self.state_dict().items()})
+        data = safetensors.torch.save({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})
+        content = {**files, "model.safetensors": data, "config.json": json.dumps(config, indent=2) + "\n"}
+        try:
+            for name, written in content.items():
+                write_atomically(Path(folder) / name, written)
+        except TwellError as error:
+            raise InputError(f"cannot save the model in {os.fspath(folder)!r}: {error}") from None
+        return Path(folder)
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> LanguageModel:
@@ -241,15 +270,10 @@ class LanguageModel(nn.Module):
                 raise InputError(f"there is no model in {str(folder)!r}: no {name}{hint}")
         try:
             entries = read_json(folder / "config.json", "model")
-            if not isinstance(entries, dict) or type(entries.get("format")) is not int or entries["format"] != FORMAT:
-                had = (
-                    {name: entries.get(name) for name in ("format", "model_type")}
-                    if isinstance(entries, dict)
-                    else entries
-                )
+            if not isinstance(entries, dict) or entries.get("format") != FORMAT:
                 raise InputError(
-                    f"config.json has {had!r:.80}; accepted: format {FORMAT}, as LanguageModel.save writes it (tl.load "
-                    "reads models of transformers, too)"
+                    f"config.json is {entries!r:.200}; accepted: format {FORMAT}, as LanguageModel.save writes it "
+                    "(tl.load reads models of transformers, too)"
                 )
             del entries["format"]
             config, weights = ModelConfig(**entries), safetensors.torch.load_file(folder / "model.safetensors")
@@ -266,19 +290,69 @@ class LanguageModel(nn.Module):
         return model
 
 
-def _write(folder: str | os.PathLike, config: dict, weights: dict[str, Tensor], files: dict | None = None) -> Path:
-    """Write a model and further files into the folder, every one whole or not at all. InputError where it can't be."""
-    data = safetensors.torch.save({name: t.contiguous() for name, t in weights.items()}, {"format": "pt"})
-    content = {**(files or {}), "model.safetensors": data, "config.json": json.dumps(config, indent=2) + "\n"}
-    try:
-        for name, written in content.items():
-            write_atomically(Path(folder) / name, written)
-    except TwellError as error:
-        raise InputError(f"cannot save the model in {os.fspath(folder)!r}: {error}") from None
-    return Path(folder)
-
-
 def check_whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
     """Raise InputError for anything but a whole number in this range."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InputError(f"{name} is {value!r}; accepted: a whole number from {least} up to {most}")
+
+
+def _llama_config(sizes: dict, dtype: torch.dtype) -> dict:
+    """Return the config.json of a LlamaForCausalLM. sizes: the fields of a ModelConfig. InputError for plain layers."""
+    if not sizes["gated"]:
+        raise InputError("gated is False; accepted: a model with gated layers, since Llama has no plain ones")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{theirs: sizes[ours] for ours, theirs in _SIZES.items()},
+        "num_key_value_heads": sizes["heads"],
+        "head_dim": sizes["d_model"] // sizes["heads"],
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False),
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _to_llama(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a LanguageModel under Llama's names."""
+    theirs = {}
+    for name, weight in weights.items():
+        name = f"model.{name}" if name.startswith(("layers.", "norm.")) else name
+        for ours, its in _NAMES.items():
+            if name.startswith(ours) or f".{ours}" in name:
+                name = name.replace(ours, its)
+        parts = zip("qkv", weight.chunk(3)) if "{}" in name else [("", weight)]
+        theirs |= {name.format(which): part for which, part in parts}
+    return theirs
+
+
+def _tokenizer_files(tokenizer: str | None, context: int) -> dict[str, str]:
+    """Return the tokenizer's files by name. tokenizer: what a tokenizer.json holds; None for a model of bytes."""
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
+    about |= {"clean_up_tokenization_spaces": False}
+    if tokenizer is None:
+        about |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), EDGE)
+    content = bytes_tokenizer() if tokenizer is None else tokenizer
+    return {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
+
+
+def alphabet() -> list[str]:
+    """Return the character by which byte-level tokenizers since GPT-2 write each byte: Latin-1's for the printable
+    ones, and for the others, in order, the characters from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def bytes_tokenizer() -> str:
+    """Return a tokenizer.json whose tokens are bytes: a byte-level BPE without merges. A token's number is the value of
+    its byte; 0 is EDGE."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocabulary = {character if byte else EDGE: byte for byte, character in enumerate(alphabet())}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    fields = {"version": "1.0", "truncation": None, "padding": None}
+    fields |= {"added_tokens": [{"id": 0, "content": EDGE, **plain, "special": True}], "normalizer": None}
+    fields |= {"pre_tokenizer": level, "post_processor": None, "decoder": level}
+    fields |= {"model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
+    return json.dumps(fields, indent=1) + "\n"

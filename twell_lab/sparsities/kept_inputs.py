@@ -50,7 +50,7 @@ class KeptInputs(Path):
         turned = tuple(b if b is None else b.t() for b in buffers[:3])
         if not kept_inputs.takes(call.capability, rows, *turned):
             return None
-        if layer.formula["cut"].by_column:
+        if layer.parts.cut.by_column:
             return partial(layer.by_kept_inputs, weights=weights)
         given = (rows, *turned, *buffers[3:], layer.kept)
         call.returns(kept_inputs.layer(call, *given))

@@ -2,14 +2,11 @@
 
     out/training.pt         of torch.save, read with weights_only=True: all that a run needs to go on
         metrics.jsonl       the rows of the history
-        tokenizer.json      where the text is not read as bytes
+        tokenizer.json      what the text is read through
         model.safetensors   with config.json the model, once the run has ended or was interrupted
 
 A checkpoint is written beside the last one and then moved over it: whenever a run is killed, a whole one is there.
-Under torchrun every process gathers the tensors, and the first one writes them.
-
-A run may begin with a model that is there: one of this project, or one of transformers, such as one that `relufy` made
-and save_pretrained saved:
+A run may begin with a model of this project, or one of transformers, such as `relufy` makes:
 
     twell-lab train --from my-relufied-llama --text my-texts --l1 1e-5 --out build/further"""
 
@@ -18,39 +15,36 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import nn
 
-from ..core import InputError, RecordError, locked_folder
+from ..core import InputError, RecordError, locked_folder, write_atomically
 from ..layers.activations import is_squared
 from ..layers.find import firing_layers
 from ..models import published
 from ..models.tiny import LanguageModel
 from .config import TrainConfig
-from .text.source import check_apart
-from .text.tokenizer import BYTES, Tokenizer
+from .text.source import Text, check_apart
 
 STATE, MODEL, TOKENIZER = "training.pt", "model.safetensors", "tokenizer.json"
 
 # What a checkpoint holds, its tensors whole (not sharded). step: steps made. config: of `fields_of`. text: what the
-# text says of itself, its path and its training_size in bytes. seconds: how long it has trained. history: its rows.
+# text says of itself, and the sizes of its parts in bytes. seconds: how long it has trained. history: its rows.
 # order, noise: states of the generators that draw windows and fresh gate rows. weights: the model's, by name.
 # optimizer: AdamW's state, by name of the weight. silent: for each layer how many tokens ago each neuron fired.
 FIELDS = "step config text seconds history order noise weights optimizer silent".split()
 
-# Fields of the config that may change when a run is resumed: how long, where and how it computes, how often it saves,
-# where the model lies that it began with.
-FREE = ("steps", "device", "compile", "kernels", "parallel", "checkpoint_every", "log", "from_")
+# Fields of the config that may change when a run is resumed.
+FREE = ("steps", "device", "compile", "kernels", "parallel", "log", "from_", "text")
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run that was interrupted and saved; the message says where."""
+    """A run that was interrupted and saved in a folder."""
 
     def __init__(self, folder: str | os.PathLike, step: int, steps: int) -> None:
         super().__init__(f"stopped after step {step} of {steps}, saved in {os.fspath(folder)!r}")
@@ -58,15 +52,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 def fields_of(config: TrainConfig) -> dict:
-    """Return the fields of a config, except the text, as torch.load reads them back with weights_only=True."""
-    plain = {name: value for name, value in vars(config).items() if name != "text"}
-    return {**plain, "tokenizer": config.tokenizer and os.fspath(config.tokenizer), "from_": lasting(config.from_)}
-
-
-def lasting(path) -> str | None:
-    """Return a path, or a name on the Hub, as a resumption in another folder reads it; None for what is neither."""
-    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    return os.path.abspath(name) if name is not None and os.path.exists(name) else name
+    """Return the fields of a config as a resumption in another folder reads them, plain, with None for a Text."""
+    fields = dict(vars(config))
+    for name in ("text", "from_", "tokenizer"):
+        path = os.fspath(fields[name]) if isinstance(fields[name], (str, os.PathLike)) else None
+        fields[name] = os.path.abspath(path) if path is not None and os.path.exists(path) else path
+    return fields
 
 
 def save(folder: str | os.PathLike, state: dict) -> None:
@@ -85,29 +76,22 @@ def save(folder: str | os.PathLike, state: dict) -> None:
 def load(folder: str | os.PathLike) -> dict:
     """Return the checkpoint in a folder, with FIELDS, its tensors mapped from the file. InputError where there is none,
     or where it can't be read."""
-    if not exists(folder):
-        raise InputError(
-            f"there is no checkpoint in {os.fspath(folder)!r}; accepted: the folder that training saved in"
-        )
+    path = Path(folder, STATE)
+    if not path.is_file():
+        raise InputError(f"there is no checkpoint in {str(folder)!r}; accepted: the folder that training saved in")
     try:
-        state = torch.load(Path(folder, STATE), map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return {name: state[name] for name in FIELDS}
     except Exception as error:  # of unpickling: errors of any kind
-        raise InputError(f"{STATE} in {os.fspath(folder)!r} cannot be read: {error}") from None
-
-
-def exists(folder: str | os.PathLike) -> bool:
-    """Return whether a folder holds a checkpoint."""
-    return Path(folder, STATE).is_file()
+        raise InputError(f"{STATE} in {str(folder)!r} cannot be read: {error}") from None
 
 
 def config_of(folder: str | os.PathLike, **changes) -> TrainConfig:
-    """Return the config of the checkpoint in `folder`, with `changes`. Its `text` is the path the text had."""
-    state = load(folder)
+    """Return the config of the checkpoint in `folder`, with `changes`."""
     try:
-        return TrainConfig(**{**state["config"], "text": state["text"]["path"], **changes})
-    except (TypeError, KeyError) as error:  # a damaged file may name other fields
-        raise InputError(f"{STATE} in {os.fspath(folder)!r} cannot be read: {error}") from None
+        return TrainConfig(**{**load(folder)["config"], **changes})
+    except TypeError as error:  # a damaged file may name other fields
+        raise InputError(f"{STATE} in {str(folder)!r} cannot be read: {error}") from None
 
 
 def check_same(state: dict, config: TrainConfig, text: dict) -> None:
@@ -115,47 +99,44 @@ def check_same(state: dict, config: TrainConfig, text: dict) -> None:
     which is described as in a checkpoint."""
 
     def begun(config: dict, text: dict) -> dict:
-        fields = {name: value for name, value in config.items() if name not in FREE}
-        fields |= {f"the text's {name}": text[name] for name in ("sha256", "training_size")}
-        tokenizer = text.get("tokenizer", {}).get("sha256")
-        return fields | {"tokenizer": config["tokenizer"] or "bytes", "the sha256 of the text's tokenizer": tokenizer}
+        of_text = {f"the text's {name}": text[name] for name in ("sha256", "training_size")}
+        of_text["the sha256 of the text's tokenizer"] = text.get("tokenizer", {}).get("sha256")
+        return {**config, "tokenizer": config["tokenizer"] or "bytes", **of_text}
 
     then = begun(state["config"], state["text"])
     for name, value in begun(fields_of(config), text).items():
-        if value != then.get(name):
+        if name not in FREE and value != then.get(name):
             raise InputError(
                 f"{name} is {value!r}, and {then.get(name)!r} in the checkpoint; accepted: what the run began with "
-                f"(what may change: {', '.join(FREE)}, and where the text lies)"
+                f"(what may change: {', '.join(FREE[:-1])}, and where the text lies)"
             )
     if config.steps <= state["step"] and config.steps != state["config"]["steps"]:
         raise InputError(f"steps is {config.steps}; accepted: more than {state['step']}, the steps made so far")
 
 
 @contextmanager
-def opened(folder: str | os.PathLike, text, tokenizer: Tokenizer, history: list[dict], new: bool) -> Iterator[IO[str]]:
-    """A context in which a run alone saves in a folder, with its open metrics.jsonl, to which the history is written.
+def opened(folder: str | os.PathLike, text: Text, path, history: list[dict], new: bool) -> Iterator[Callable]:
+    """A context in which a run alone saves in a folder; gives what writes a row into its metrics.jsonl, which has the
+    history already.
 
-    text: the config's. new: whether the run does not go on there. InputError for a folder that can't be written or is
-    in use, and for a new run in the folder of its text or of another run or model, which it would overwrite."""
+    path: of the text. new: whether the run does not go on there. InputError for a folder that can't be written or is in
+    use, and for a new run in the folder of its text or of another run or model, which it would overwrite."""
     if new:
-        check_apart(folder, text)
+        check_apart(folder, path)
     with locked_folder(folder, "training"):
         for what, name in (("run", STATE), ("model", MODEL)):
             if new and Path(folder, name).exists():
                 raise InputError(
-                    f"{os.fspath(folder)!r} holds a {what}; accepted: to resume a run, or another or an empty folder"
+                    f"{str(folder)!r} holds a {what}; accepted: to resume a run, or another or an empty folder"
                 )
         try:
-            if tokenizer == BYTES:
-                Path(folder, TOKENIZER).unlink(missing_ok=True)  # of a run that ended before it saved anything
-            else:
-                tokenizer.save(Path(folder, TOKENIZER))
+            write_atomically(Path(folder, TOKENIZER), text.tokenizer.content)
             file = open(Path(folder, "metrics.jsonl"), "w", encoding="utf-8")
             file.writelines(json.dumps(row) + "\n" for row in history)
         except (OSError, RecordError) as error:
-            raise InputError(f"cannot save in {os.fspath(folder)!r}: {error}") from None
+            raise InputError(f"cannot save in {str(folder)!r}: {error}") from None
         with file:
-            yield file
+            yield lambda row: print(json.dumps(row), file=file, flush=True)
 
 
 # ---- the model that a run begins with and ends as ----
@@ -174,7 +155,7 @@ def load_model(name: str | os.PathLike) -> nn.Module:
 
 def fitted(config: TrainConfig, model: nn.Module) -> TrainConfig:
     """Return the config with the sizes of the model that it starts from. InputError for a size that was given and is
-    another, and for windows that are longer than the model reads."""
+    another, and for longer windows than the model reads."""
     layers, sizes = firing_layers(model), model.config
     first = layers[0]
     own = {
@@ -187,9 +168,7 @@ def fitted(config: TrainConfig, model: nn.Module) -> TrainConfig:
     }
     for name, value in own.items():
         if (asked := getattr(config, name)) not in (value, getattr(TrainConfig, name)):
-            raise InputError(
-                f"{name} is {asked!r}, and {value!r} in the model to start from; accepted: to leave it out"
-            )
+            raise InputError(f"{name} is {asked!r}, and {value!r} in the model to start from; accepted: leave it out")
     most = getattr(sizes, "context", None) or getattr(sizes, "max_position_embeddings", None)
     if most and config.context > most:
         raise InputError(f"context is {config.context}; accepted: at most {most}, which the model to start from reads")
@@ -197,8 +176,8 @@ def fitted(config: TrainConfig, model: nn.Module) -> TrainConfig:
 
 
 def save_model(model: nn.Module, folder: str | os.PathLike, name: str | os.PathLike | None) -> None:
-    """Write a trained model into the folder; one of transformers together with the tokenizer's files of the model
-    called `name`, from which it started."""
+    """Write a trained model into the folder; one of transformers with the tokenizer of the model `name`, from which it
+    started."""
     if isinstance(model, LanguageModel):
         model.save(folder)
         return

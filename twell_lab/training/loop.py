@@ -2,13 +2,11 @@
 
 The loss is cross-entropy plus `l1` times the sum over neurons of |h|, averaged over tokens and layers, where h is what
 enters the down projection. This is the convention of the published code of arXiv 2603.23198, and of the 2e-5 that it
-recommends. The paper's formula averages over neurons as well: there the same pressure takes a coefficient d_ff times
-larger. No step waits for a GPU: numbers are read from it only for a row of the history, a checkpoint or a
-re-initialisation."""
+recommends; by the paper's formula, a mean over neurons, the same pressure takes a coefficient d_ff times larger. No
+step waits for a GPU, but for a row of the history, a checkpoint or a re-initialisation."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -16,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -38,14 +36,12 @@ from ..models.tiny import LanguageModel
 from ..ops.checks import all_finite
 from . import checkpoint, parallel
 from .config import TrainConfig, TrainResult, learning_rate
-from .objective import Objective, bits_per_byte, eval_batch, l1_coefficient, reinitialise
+from .objective import Objective, Silence, bits_per_byte, eval_batch, l1_coefficient
 from .parallel import World
-from .text.source import check_enough, load_any, random_windows, spread_windows
+from .text.source import check_enough, load, random_windows, spread_windows
 from .text.tokenizer import tokenizer_of
 
-RESIDENT = 2**31  # bytes of tokens that are copied to the device; more stay where they are
-SAVE_EVERY = 300.0  # seconds between two checkpoints, at least, unless the config says after how many steps
-SAVE_SHARE = 10  # and at least so many times as long as the last one took to save
+SAVE_EVERY, SAVE_SHARE = 300.0, 10  # between two checkpoints: at least these seconds, and times what saving one took
 WRITERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # for TrainConfig's `log`
 _BAR = "{desc}: {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 
@@ -65,8 +61,7 @@ def train(
     Args:
         config: what to train, on what, and how long.
         out: a folder, of this run alone, for the trained model, metrics.jsonl (the rows of the history) and a
-            checkpoint. It is saved every `checkpoint_every` steps (or about every five minutes), at the end, and on
-            Ctrl-C or SIGTERM, and replaces the one before.
+            checkpoint, saved about every five minutes, at the end, and on Ctrl-C or SIGTERM.
         resume: such a folder: go on from its checkpoint, as if the run had never stopped. The config must be the one it
             began with, but for the fields in checkpoint.FREE; with more `steps`, the learning rate falls along their
             cosine from there on. `out` is that folder unless given.
@@ -74,13 +69,13 @@ def train(
         on_step: called with each row of the history as it is made.
 
     TextError for a text that cannot be read or is too short; DeviceError for a device that is not there; StackError for
-    an optional package that is missing; InputError for a model, a checkpoint or an `out` that cannot be used, and where
-    a loss or a weight is no finite number: nothing of that is saved. checkpoint.Interrupted, a KeyboardInterrupt, once
-    an interrupted run is saved."""
+    a package that is missing; InputError for a model, a checkpoint or an `out` that cannot be used, and where a loss or
+    a weight is no finite number, before it is saved. checkpoint.Interrupted, a KeyboardInterrupt, once an interrupted
+    run is saved."""
     if not isinstance(config, TrainConfig):
         raise InputError(f"config is a {type(config).__name__}; accepted: a TrainConfig")
     with parallel.joined(config.device) as world, ExitStack() as ending:
-        return _train(config, out, resume, progress and world.lead, on_step, world, ending)
+        return _train(config, out, resume, progress and world.rank == 0, on_step, world, ending)
 
 
 def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: World, ending: ExitStack) -> TrainResult:
@@ -96,37 +91,30 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         model = checkpoint.load_model(config.from_)
         config = checkpoint.fitted(config, model)
         tokenizer = tokenizer_of(folder_of(config.from_), vocabulary_of(model))
-    # A resumed run reads the text through the tokenizer it began with: one trained again might differ.
-    if state is not None and (own := Path(resume, checkpoint.TOKENIZER)).is_file():
-        tokenizer = own
-    text = load_any(config.text, tokenizer=tokenizer)
+    if resume is not None:
+        tokenizer = Path(resume, checkpoint.TOKENIZER)  # one trained again might differ
+    text = load(config.text, tokenizer=tokenizer)
     training, validation = text.split()
     check_enough(training, validation, config.batch, config.context)
-    described = {**text.describe(), "path": checkpoint.lasting(config.text), "training_size": training.size}
+    described = {**text.describe(), "training_size": training.size, "validation_size": validation.size}
     if state is not None:
         checkpoint.check_same(state, config, described)
-    run = Run(config, initial_model(config, text.vocabulary) if model is None else model, training.tokens, world)
+    vocabulary = text.tokenizer.vocabulary
+    run = Run(config, initial_model(config, vocabulary) if model is None else model, training.tokens, world)
     if state is not None:
         run.restore(state)
-    goes_on = resume is not None and (out is None or os.path.realpath(out) == os.path.realpath(resume))
-    out = resume if out is None else out
-    writers: list[Callable[[dict], object]] = []
-
-    def begin_to_write() -> None:
-        opened = checkpoint.opened(out, config.text, text.tokenizer, run.history, new=not goes_on)
-        file = ending.enter_context(opened)
-        writers.append(lambda row: print(json.dumps(row), file=file, flush=True))
-
+    out, writers = resume if out is None else out, list[Callable[[dict], object]]()
     if out is not None:
-        world.led(begin_to_write)
-    if board is not None and world.lead:
+        new = resume is None or os.path.realpath(out) != os.path.realpath(resume)
+        opened = checkpoint.opened(out, text, config.text, run.history, new)
+        world.led(lambda: writers.append(ending.enter_context(opened)))
+    if board is not None and world.rank == 0:
         writers.append(_writer(board, out, checkpoint.fields_of(config), ending))
-    if on_step is not None:
-        writers.append(on_step)
+    writers += [] if on_step is None else [on_step]
     held_out = spread_windows(validation.tokens, config.eval_windows, config.context).to(world.device)
     lengths = validation.tokenizer.lengths.to(world.device)
     per_token = training.size / len(training.tokens)  # bytes
-    silent = not world.lead  # whether it was said that no neuron fires
+    silent = world.rank > 0  # whether it was said that no neuron fires
     lap, lap_step = time.perf_counter(), run.step
     begun, due = lap - run.seconds, lap + SAVE_EVERY
     shown = dict(desc=f"l1 {config.l1:g}", bar_format=_BAR, disable=not progress or None)
@@ -139,24 +127,21 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             validate = last or step % config.eval_every == 0
             logged = validate or step == 1 or step % config.log_every == 0
             revive = config.reinit > 0 and step % config.dead_every == 0
-            numbers = _step(run, step)
+            facts = _step(run, step)
             # Several processes must agree to stop, and that it is time to save. Agreeing takes a message between them,
             # so they do it only at the rows of the history, which take one anyway.
             agree = world.size == 1 or logged
             stop = agree and world.any(bool(signals))
-            if (every := config.checkpoint_every) is None:
-                in_turn = out is not None and agree and world.any(time.perf_counter() >= due)
-            else:
-                in_turn = every > 0 and step % every == 0
+            in_turn = out is not None and agree and world.any(time.perf_counter() >= due)
             saved = out is not None and (last or stop or in_turn)
             if logged or revive or saved:
                 run.check(step)
             run.step = step
-            for layer, dead in zip(run.layers, run.dead()) if revive else ():
-                reinitialise(layer, dead, config.reinit, run.noise)
+            if revive:
+                run.silence.revive(config.dead_window, config.reinit)
             bar.update()
             if logged:
-                row = _row(run, step, numbers)
+                row = _row(run, step, facts)
                 row["tokens_per_s"] = (step - lap_step) * config.batch * config.context / (time.perf_counter() - lap)
                 if validate:
                     # Compiling a validation would take longer than running it.
@@ -168,9 +153,9 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
                 if not (silent or row["nnz"]):
                     silent = True
                     warnings.warn(
-                        f"step {step}: no neuron fires in any of the {config.layers} layers of {config.d_ff} in this "
-                        f"batch (cross-entropy {row['ce']:.3f}) and none gets a gradient: with l1 {config.l1:g} the "
-                        "penalty has switched them off; a smaller l1, a longer l1_warmup, or reinit may help",
+                        f"step {step}: no neuron fires in any of the {config.layers} layers of {config.d_ff} (cross-"
+                        f"entropy {row['ce']:.3f}) and none gets a gradient: with l1 {config.l1:g} the penalty has "
+                        "switched them off; a smaller l1, a longer l1_warmup, or reinit may help",
                         stacklevel=3,
                     )
                 lap, lap_step = time.perf_counter(), step
@@ -193,8 +178,8 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
             if stop and not last:
                 break
     # Dense layers and whole weights, without hooks and compiled parts: another model, with the weights of this one.
-    model = initial_model(config, text.vocabulary)
-    model.load_state_dict(run.weights())
+    model = initial_model(config, vocabulary)
+    model.load_state_dict(whole(run.model.state_dict()))
     model.to(world.device).eval()
     if out is not None:
         world.led(lambda: checkpoint.save_model(model, out, config.from_))
@@ -210,7 +195,7 @@ def _train(config: TrainConfig, out, resume, progress: bool, on_step, world: Wor
         mean_nnz=sum(layer.mean_nnz for layer in firing.layers) / len(firing.layers),
         density=[layer.density for layer in firing.layers],
         dead=[layer.dead for layer in firing.layers],
-        text={**text.describe(), "training_size": training.size, "validation_size": validation.size},
+        text=described,
         seconds=run.seconds,
         tokens=config.steps * config.batch * config.context,
     )
@@ -231,12 +216,11 @@ class Run:
             for layer in feed_forwards(model):
                 layer.module.learn("dense" if config.kernels == "auto" else "twell")
             self.switch = Switch(model) if config.kernels == "auto" else None
-        if sharded := world.size > 1 and config.parallel == "fsdp":
+        if world.size > 1 and config.parallel == "fsdp":
             parallel.shard(model, world)
-        objective = Objective(model)
-        self.joined: nn.Module = objective
+        self.joined: nn.Module = (objective := Objective(model))
         self.terms = objective.terms
-        if world.size > 1 and not sharded:
+        if world.size > 1 and config.parallel == "ddp":
             ids = [world.device.index] if world.device.type == "cuda" else None
             self.joined = nn.parallel.DistributedDataParallel(objective, device_ids=ids)
         self.measure = self.joined
@@ -257,25 +241,20 @@ class Run:
         others = [weight for weight in model.parameters() if weight.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-        self.tokens = tokens.to(world.device) if tokens.nbytes <= RESIDENT else tokens
-        self.order, self.noise = (torch.Generator().manual_seed(config.seed) for _ in range(2))
-        widths = [len(layer.pattern.weight) for layer in self.layers] if config.dead_window else []
-        self.silent = [torch.zeros(width, dtype=torch.int64, device=world.device) for width in widths]
+        self.tokens = tokens
+        self.order, noise = (torch.Generator().manual_seed(config.seed) for _ in range(2))
+        self.silence = Silence(self.layers if config.dead_window else [], noise)
         self.last: dict[str, Tensor] = {}
         self.step, self.seconds = 0, 0.0
         self.history: list[dict] = []
 
     def windows(self) -> Tensor:
-        """Return this process's windows of the next step: int64 [n, context + 1] on the device, without waiting.
-        A CPU generator draws those of all processes: the same ones on every device."""
+        """Return this process's windows of the next step: int64 [n, context + 1] on the device, without waiting. Each
+        process draws those of all."""
         windows = random_windows(self.tokens, self.config.batch, self.config.context, self.order)
-        if self.world.device.type == "cuda" and not windows.is_cuda:
-            windows = windows.pin_memory().to(self.world.device, non_blocking=True)
-        return windows.chunk(self.world.size)[self.world.rank]
-
-    def dead(self) -> list[Tensor]:
-        """Return for each layer, bool [d_ff], which neurons have been silent for the whole window."""
-        return [silent >= self.config.dead_window for silent in self.silent]
+        windows = windows.chunk(self.world.size)[self.world.rank]
+        pinned = windows.pin_memory() if self.world.device.type == "cuda" else windows
+        return pinned.to(self.world.device, non_blocking=True)
 
     def check(self, step: int) -> None:
         """Raise InputError unless loss, gradient and every weight are finite in all processes, which all must call it.
@@ -313,32 +292,31 @@ class Run:
             "seconds": self.seconds,
             "history": self.history,
             "order": self.order.get_state(),
-            "noise": self.noise.get_state(),
-            "weights": self.weights(),
-            "optimizer": {
-                name: {what: parallel.whole(value).cpu() for what, value in self.optimizer.state[weight].items()}
-                for name, weight in self.parameters.items()
-            },
-            "silent": [silent.cpu() for silent in self.silent],
+            "noise": self.silence.generator.get_state(),
+            "weights": whole(self.model.state_dict()),
+            "optimizer": {name: whole(self.optimizer.state[weight]) for name, weight in self.parameters.items()},
+            "silent": [silent.cpu() for silent in self.silence.silent],
         }
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the model's weights, whole, on the CPU; every process must call it."""
-        return {name: parallel.whole(value).cpu().contiguous() for name, value in self.model.state_dict().items()}
 
     def restore(self, state: dict) -> None:
         """Go on from a checkpoint of the same config. With kernels "auto", layers are dense until the next row."""
         for name, weight in self.parameters.items():
             parallel.put(weight, state["weights"][name])
-            moments = dict(state["optimizer"][name])
-            step = moments.pop("step").to(weight.device, copy=True)
-            self.optimizer.state[weight] = {"step": step, **{what: torch.zeros_like(weight) for what in moments}}
-            for what, value in moments.items():
+            saved = state["optimizer"][name]
+            moments = {what: torch.zeros_like(weight if value.dim() else value) for what, value in saved.items()}
+            self.optimizer.state[weight] = {what: value.to(weight.device) for what, value in moments.items()}
+            for what, value in saved.items():
                 parallel.put(self.optimizer.state[weight][what], value)
         self.order.set_state(state["order"])
-        self.noise.set_state(state["noise"])
-        self.silent = [silent.to(self.world.device, copy=True) for silent in state["silent"]]
+        self.silence.generator.set_state(state["noise"])
+        for silent, saved in zip(self.silence.silent, state["silent"]):
+            silent.copy_(saved)
         self.step, self.seconds, self.history = state["step"], state["seconds"], list(state["history"])
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return these tensors as a checkpoint has them, on the CPU; every process must call it."""
+    return {name: parallel.whole(value).cpu().contiguous() for name, value in tensors.items()}
 
 
 @contextmanager
@@ -366,67 +344,77 @@ def stopping(active: bool, several: bool) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _step(run: Run, step: int) -> list[list[Tensor]]:
+def _step(run: Run, step: int) -> list[Tensor]:
     """One optimizer step. Returns what Objective gave for each part of its windows, without gradients."""
-    config, parts = run.config, run.config.accumulate
+    config, parts, facts = run.config, run.config.accumulate, []
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     if run.l1 is not None:
         run.l1.fill_(l1_coefficient(config.l1, config.l1_delay, config.l1_warmup, step))
-    numbers = []
     for number, windows in enumerate(run.windows().chunk(parts), start=1):
-        parallel.sync_gradients(run.joined, run.model, number == parts)
+        # Gradients are averaged over processes where the last part has its own.
+        if isinstance(run.joined, nn.parallel.DistributedDataParallel):
+            run.joined.require_backward_grad_sync = number == parts  # what DDP's context no_sync sets
+        elif hasattr(run.model, "set_requires_gradient_sync"):
+            run.model.set_requires_gradient_sync(number == parts)
         with autocast(config.dtype, run.world.device):
-            loss, *others = run.measure(windows, run.l1)
+            loss, of_part = run.measure(windows, run.l1)
         (loss / parts).backward()
-        numbers.append([loss.detach(), *others])
-    for layer, silent in zip(run.layers, run.silent):  # a row without gradient is of a neuron that did not fire
-        fired = parallel.whole((layer.pattern.weight.grad != 0).any(1))
-        silent.add_(config.batch * config.context).masked_fill_(fired, 0)
+        facts.append(of_part)
+    run.silence.count(config.batch * config.context)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip, foreach=True)
-    run.last = {"the loss": sum(part[0] for part in numbers) / parts, "the norm of its gradient": norm}
+    run.last = {"the loss": sum(of_part[0] for of_part in facts), "the norm of its gradient": norm}
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return numbers
+    return facts
 
 
-def _row(run: Run, step: int, numbers: list[list[Tensor]]) -> dict:
+def _row(run: Run, step: int, facts: list[Tensor]) -> dict:
     """A row of the history, averaged over the parts of the step and over processes: one transfer from the device, and
     one for the dead. Layers that choose their path by how many neurons fire do so here."""
-    loss, terms, l1, nnz, *others = (torch.stack(part).mean(0) for part in zip(*numbers, strict=True))
-    values = run.world.mean(torch.cat([loss[None], terms, nnz.mean()[None], l1, nnz, *others])).tolist()
-    l1s, nnzs, losts, lights, heavies = (values[at : at + len(nnz)] for at in range(4, len(values), len(nnz)))
+    config, layers = run.config, len(run.layers)
+    loss, ce, l1_term, *values = run.world.mean(torch.stack(facts).mean(0)).tolist()
+    l1s, nnzs, *others = (values[at : at + layers] for at in range(0, len(values), layers))
+    dead = [dead.sum() for dead in run.silence.dead(config.dead_window)]
     row = {
         "step": step,
-        **dict(zip(("loss", "ce", "l1_term", "nnz"), values)),
+        "loss": loss,
+        "ce": ce,
+        "l1_term": l1_term,
+        "nnz": sum(nnzs) / layers,
         "nnz_layers": nnzs,
         "l1_layers": l1s,
-        "dead_layers": torch.stack([dead.sum() for dead in run.dead()]).tolist() if run.silent else None,
-        "lr": learning_rate(run.config, step),
+        "dead_layers": torch.stack(dead).tolist() if dead else None,
+        "lr": learning_rate(config, step),
     }
-    if run.config.kernels != "off":
-        row["lost_layers"] = losts
+    if config.kernels != "off":
+        row["lost_layers"] = others[0]
     if run.switch is not None:
-        with autocast(run.config.dtype, run.world.device):
-            run.follow(nnzs, losts, lights, heavies)
+        with autocast(config.dtype, run.world.device):
+            run.follow(nnzs, *others)
     return row
 
 
-def _writer(package, folder, fields: dict, ending: ExitStack) -> Callable[[dict], object]:
+def _writer(package, folder, fields: dict, ending: ExitStack) -> Callable[[dict], None]:
     """Return a function that takes a row of the history for TensorBoard or Weights & Biases, which `ending` closes. The
     numbers of a list have their places in their names: nnz_layers/0. fields: of the config."""
+    if board := hasattr(package, "SummaryWriter"):
+        writer = package.SummaryWriter(None if folder is None else Path(folder, "tensorboard"))
+    else:
+        writer = package.init(project="twell-lab", dir=folder, config=fields)
+    ending.enter_context(writer)
 
-    def numbers(row: dict) -> dict[str, float]:
-        flat: dict = {}
-        for name, value in row.items():
-            flat |= {f"{name}/{at}": one for at, one in enumerate(value)} if isinstance(value, list) else {name: value}
-        return {name: value for name, value in flat.items() if value is not None and name != "step"}
+    def write(row: dict) -> None:
+        lists = {name: values for name, values in row.items() if isinstance(values, list)}
+        numbers = {f"{name}/{at}": value for name, values in lists.items() for at, value in enumerate(values)}
+        numbers |= {name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "step"}
+        if board:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, row["step"])
+        else:
+            writer.log(numbers, step=row["step"])
 
-    if hasattr(package, "SummaryWriter"):
-        board = ending.enter_context(package.SummaryWriter(None if folder is None else Path(folder, "tensorboard")))
-        return lambda row: [board.add_scalar(name, value, row["step"]) for name, value in numbers(row).items()]
-    run = ending.enter_context(package.init(project="twell-lab", dir=folder, config=fields))
-    return lambda row: run.log(numbers(row), step=row["step"])
+    return write
 
 
 def initial_model(config: TrainConfig, vocabulary: int = 256) -> nn.Module:

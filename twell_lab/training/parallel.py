@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,11 @@ from ..ops.clock import present_device
 @dataclass(frozen=True)
 class World:
     """This process among all that train the model: its number, how many there are, and the device it computes on. The
-    first one, `lead`, writes files and prints."""
+    first one writes files and prints."""
 
     device: torch.device
     rank: int = 0
     size: int = 1
-
-    @property
-    def lead(self) -> bool:
-        return self.rank == 0
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the average over processes, which each of them gets."""
@@ -48,11 +44,11 @@ class World:
     def led(self, act: Callable[[], object]) -> None:
         """Call `act` in the first process while the others wait. An InputError there is raised in all of them."""
         raised: list[InputError | None] = [None]
-        if self.lead:
-            try:
+        try:
+            if self.rank == 0:
                 act()
-            except InputError as error:
-                raised = [error]
+        except InputError as error:
+            raised = [error]
         if self.size > 1:
             dist.broadcast_object_list(raised, src=0)
         if raised[0] is not None:
@@ -69,7 +65,20 @@ def joined(device: str | None) -> Iterator[World]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield World(present_device(device))
         return
-    own = _own_device(device)
+    wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if wanted.type == "cuda":
+        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), torch.cuda.device_count()
+        if wanted.index is not None:
+            raise InputError(
+                f"device is {device!r} for {processes} processes; accepted: 'cuda', of which each takes one, or 'cpu'"
+            )
+        if processes > gpus:
+            raise DeviceError(
+                f"{processes} processes were started on a machine with {gpus} GPUs; accepted: --nproc-per-node {gpus} "
+                "or fewer, or --device cpu"
+            )
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
+    own = present_device(device)
     if own.type == "cuda":
         torch.cuda.set_device(own)
     if begin := not dist.is_initialized():
@@ -80,37 +89,18 @@ def joined(device: str | None) -> Iterator[World]:
         if begin:
             dist.destroy_process_group()
             if own.type == "cpu":
-                # A thread of gloo's holds the tensors of a message for a moment after they were received. After DDP and
-                # FSDP2 torch still refers to the group, so the thread outlives it; and where the thread frees a tensor
-                # while Python ends, the process is aborted (pytorch issue 190489).
+                # A thread of gloo's outlives the group after DDP and FSDP2, and holds the tensors of a message for a
+                # moment. Where it frees one while Python ends, the process is aborted (pytorch issue 190489).
                 time.sleep(0.2)
-
-
-def _own_device(device: str | None) -> torch.device:
-    wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if wanted.type != "cuda":
-        return present_device(device)
-    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])), torch.cuda.device_count()
-    if wanted.index is not None:
-        raise InputError(
-            f"device is {device!r} for {processes} processes; accepted: 'cuda', of which each takes one, or 'cpu'"
-        )
-    if processes > gpus:
-        raise DeviceError(
-            f"{processes} processes were started on a machine with {gpus} GPUs; accepted: --nproc-per-node {gpus} or "
-            "fewer, or --device cpu"
-        )
-    return present_device(f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}")
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model, attention included: what its feed-forward layers are parts of, or where these stand
     in a list, they themselves."""
-    modules: dict[nn.Module, None] = {}
-    for layer in firing_layers(model):
-        above = model.get_submodule(layer.name.rpartition(".")[0])
-        modules[layer.module if isinstance(above, nn.ModuleList) else above] = None
-    return [*modules]
+    layers = firing_layers(model)
+    above = [model.get_submodule(layer.name.rpartition(".")[0]) for layer in layers]
+    found = [layer.module if isinstance(one, nn.ModuleList) else one for layer, one in zip(layers, above)]
+    return [*dict.fromkeys(found)]
 
 
 def shard(model: nn.Module, world: World) -> None:
@@ -121,16 +111,6 @@ def shard(model: nn.Module, world: World) -> None:
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in (*blocks(model), model):
         fully_shard(block, mesh=mesh)
-
-
-def sync_gradients(module: nn.Module, model: nn.Module, on: bool) -> None:
-    """Set whether the next backward pass averages gradients over processes: only the last part of a step has to.
-
-    module: the Objective, inside DDP where that is used. model: the model in it."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        module.require_backward_grad_sync = on  # what DDP's context no_sync sets
-    elif hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(on)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -145,13 +125,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def put(into: Tensor, value: Tensor) -> None:
+def put(into: Any, value: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded, in place. Every process must call it with the same `value`."""
-    value = value.to(into.device)
-    with torch.no_grad():
-        if hasattr(into, "device_mesh"):
-            from torch.distributed.tensor import DTensor, distribute_tensor
+    if hasattr(into, "placements"):
+        from torch.distributed.tensor import distribute_tensor
 
-            sharded = cast(DTensor, into)
-            value = distribute_tensor(value.to(into.dtype), sharded.device_mesh, sharded.placements)
+        value = distribute_tensor(value.to(into.device, into.dtype), into.device_mesh, into.placements)
+    with torch.no_grad():
         into.copy_(value)

@@ -7,19 +7,17 @@ text in the same order. `twell-lab record sweep` makes the record that the cours
 
 from __future__ import annotations
 
-import bisect
 import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
 
 from ..analysis.profile import profile
 from ..core import InputError
 from ..records import Record
-from .config import TrainConfig, TrainResult
+from .config import TrainConfig
 from .loop import autocast, train
 from .objective import EVAL_BATCH
 from .text.source import load, spread_windows
@@ -58,7 +56,7 @@ def sweep(base: TrainConfig) -> Iterator[dict]:
     base: what all runs share, the text, sizes and first seed included."""
     rows = []
     for lr in LRS:
-        rows.append(run(f"lr {lr:g}", replace(base, lr=lr, l1=0.0))[0])
+        rows.append(run(f"lr {lr:g}", replace(base, lr=lr, l1=0.0)))
         yield rows[-1]
     base = replace(base, lr=twin(rows)["config"]["lr"])
     other = replace(base, seed=base.seed + 1)
@@ -67,24 +65,28 @@ def sweep(base: TrainConfig) -> Iterator[dict]:
     runs |= {f"L1 {l1:g}, seed {other.seed}": replace(other, l1=l1) for l1 in AGAIN}
     runs |= {f"L1 {l1:g}, dead rows renewed": replace(base, l1=l1, **RENEW) for l1 in RENEWED}
     for label, config in runs.items():
-        yield run(label, config)[0]
+        yield run(label, config)
 
 
-def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
-    """Train once, and return the row of a record, ready for JSON, and what `train` returned.
+def run(label: str, config: TrainConfig) -> dict:
+    """Train once, and return the row of a record, ready for JSON. config.text: a Text.
 
     The row: label, config, parameters, tokens, seconds, tokens_per_s (the median over the history, so that compiling
     and validations are left out), history (one list a column, to five digits; see TrainResult),
-    validation_bits_per_byte, mean_nnz and zeros (the share of hidden activations that are zero) over all layers, and
-    what `who_fires` returns of the held-out text. config.text: a Text."""
+    validation_bits_per_byte, mean_nnz and zeros (the share of hidden activations that are zero) over all layers. And of
+    the held-out text: layers, one dict a layer: nnz (mean over tokens), dead (neurons silent on all of it) and overflow
+    (the share of tokens with more values in a TwELL tile than it has slots); positions: where in the window each group
+    of positions begins ("start"), and each layer's mean nnz there."""
     if config.compile:
         torch.compiler.reset()  # each run compiles the same functions anew, which torch does a few times and no more
     result = train(config, progress=False)
     summary, names = result.summary(), dict.fromkeys(name for row in result.history for name in row)
     history = {name: [_short(row.get(name)) for row in result.history] for name in names}
     windows = spread_windows(config.text.split()[1].tokens, config.eval_windows, config.context)
-    firing = who_fires(result.model, windows, config.dtype)
-    mean = sum(layer["nnz"] for layer in firing["layers"]) / len(firing["layers"])
+    with autocast(config.dtype, next(result.model.parameters()).device):
+        firing = profile(result.model, windows[:, :-1].split(EVAL_BATCH))
+    places = firing.by_position()
+    by_place = [[round(at["layers"][i] * layer.d_ff, 3) for at in places] for i, layer in enumerate(firing.layers)]
     return {
         "label": label,
         "config": {key: value for key, value in summary["config"].items() if key != "device"},
@@ -94,45 +96,20 @@ def run(label: str, config: TrainConfig) -> tuple[dict, TrainResult]:
         "tokens_per_s": round(statistics.median_high(history["tokens_per_s"])),
         "history": history,
         "validation_bits_per_byte": round(result.validation_bits_per_byte, 5),
-        "mean_nnz": round(mean, 2),
-        "zeros": round(1 - mean / config.d_ff, 5),
-        **firing,
-    }, result
+        "mean_nnz": round(result.mean_nnz, 2),
+        "zeros": round(1 - result.mean_nnz / config.d_ff, 5),
+        "layers": [
+            {"nnz": round(layer.mean_nnz, 3), "dead": layer.dead, "overflow": round(layer.overflow_rows, 5)}
+            for layer in firing.layers
+        ],
+        "positions": {"start": [place["first"] for place in places], "nnz": by_place},
+    }
 
 
 def _short(value):
     if isinstance(value, list):
         return [_short(item) for item in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def who_fires(model: nn.Module, windows: Tensor, dtype: str = "float32") -> dict:
-    """Return which neurons of a trained model fire on held-out windows of bytes, int64 [n, context + 1], ready for
-    JSON.
-
-    dtype: "bfloat16" runs the model under autocast, as in training. counted: how many tokens were read; layers, one
-    dict a layer: nnz (mean over tokens), dead (neurons silent on all of this text) and overflow (the share of tokens
-    with more values in a TwELL tile than it has slots); positions: where in the window each group of positions begins
-    ("start"), and each layer's mean nnz there; bytes: those that were read at least 100 times, how often, and the mean
-    nnz at them, over the layers."""
-    with autocast(dtype, next(model.parameters()).device):
-        profiled = profile(model, windows[:, :-1].split(EVAL_BATCH))
-    layers, places = profiled.layers, profiled.by_position()
-    read = sorted(profiled.by_token(least=100), key=lambda row: row["token"])
-    by_place = [[round(place["layers"][at] * layer.d_ff, 3) for place in places] for at, layer in enumerate(layers)]
-    return {
-        "counted": windows[:, :-1].numel(),
-        "layers": [
-            {"nnz": round(layer.mean_nnz, 3), "dead": layer.dead, "overflow": round(layer.overflow_rows, 5)}
-            for layer in layers
-        ],
-        "positions": {"start": [place["first"] for place in places], "nnz": by_place},
-        "bytes": {
-            "value": [row["token"] for row in read],
-            "count": [row["count"] for row in read],
-            "nnz": [[round(row["nnz"] / len(layers), 2) for row in read]],
-        },
-    }
 
 
 # ---- what the rows say ----
@@ -155,8 +132,8 @@ def pressed(rows: list[dict]) -> list[dict]:
 
 
 def cost(row: dict, rows: list[dict]) -> float:
-    """Return by how much a run's validation loss lies above its twin's, as a share of it: 0.02 is 2% above. A run with
-    L1 is compared with the twin of its own seed, a run without L1 with the first twin."""
+    """Return by how much a run's validation loss lies above its twin's, as a share of it. A run with L1 has the twin of
+    its own seed, a run without L1 the first one."""
     base = twin(rows, row["config"].get("seed") if row["config"]["l1"] else None)
     return row["validation_bits_per_byte"] / base["validation_bits_per_byte"] - 1
 
@@ -164,16 +141,6 @@ def cost(row: dict, rows: list[dict]) -> float:
 def seed_spread(rows: list[dict]) -> float | None:
     """Return by how much another seed alone changes the twin's loss, as a share of it; None without one."""
     return max((abs(cost(row, rows)) for row in rows if row["label"].startswith("seed ")), default=None)
-
-
-def settled(row: dict, part: float = 0.25) -> float:
-    """Return by how much nnz still changed in the last `part` of the training: the mean of its last third of rows over
-    that of its first third, minus 1. A third has three rows or more, as nnz differs from batch to batch."""
-    steps, nnz = row["history"]["step"], row["history"]["nnz"]
-    first = bisect.bisect_right(steps, (1 - part) * steps[-1])
-    third = max(3, (len(nnz) - first) // 3)
-    begin, end = (statistics.fmean(some) for some in (nnz[first : first + third], nnz[-third:]))
-    return end / begin - 1 if begin else 0.0
 
 
 # ---- the record ----

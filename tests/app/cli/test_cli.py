@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import twell_lab as tl
 from tests.app.conftest import ROOT
 from twell_lab import records
 from twell_lab.app import cli
 from twell_lab.bench import forward
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.training import loop
 
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
 BENCH = "bench --tokens 1 --d-model 8 --d-ff 8 --nnz 1 --seconds 0.01 --device cpu".split()
@@ -64,12 +64,8 @@ def test_what_does_not_fit_into_memory_is_one_line(refused):
 @pytest.mark.parametrize(
     "load, set_before, command, policy",
     [
-        (3.0, None, "train", "PASSIVE"),
-        (3.0, None, "tour", "PASSIVE"),
-        (3.0, "ACTIVE", "train", "ACTIVE"),
-        (3.0, None, "bench", None),
-        (0.5, None, "train", None),
-        (0.5, None, "tour", "PASSIVE"),
+        *((3.0, None, "train", "PASSIVE"), (3.0, "ACTIVE", "train", "ACTIVE"), (3.0, None, "bench", None)),
+        *((0.5, None, "train", None), (0.5, None, "tour", "PASSIVE")),
     ],
 )
 def test_waiting_threads_sleep_where_a_busy_machine_trains(monkeypatch, load, set_before, command, policy):
@@ -77,10 +73,9 @@ def test_waiting_threads_sleep_where_a_busy_machine_trains(monkeypatch, load, se
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["twell-lab", command, "--help"])
-    monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that the value of before comes back
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    if set_before:
-        monkeypatch.setenv("OMP_WAIT_POLICY", set_before)
+    monkeypatch.setenv("OMP_WAIT_POLICY", set_before or "")  # so that the value of before comes back
+    if not set_before:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
     with pytest.raises(SystemExit):
         cli.main()
     assert os.environ.get("OMP_WAIT_POLICY") == policy
@@ -115,8 +110,7 @@ def here(tmp_path_factory):
     "command, options, values",
     [
         (BENCH, "--tokens --d-model --d-ff", [*NUMBERS, "4611686018427387904"]),
-        (BENCH, "--nnz", ["-1", "nan", "inf", "", "x", "1e400", "5"]),
-        (BENCH, "--seconds", ["-1", "nan", "inf", "", "x", "1e400"]),
+        (BENCH, "--nnz --seconds", ["-1", "nan", "inf", "", "x", "1e400"]),
         (BENCH, "--device", ["", "\0", "x\ny", "\ud800", "cuda:99999999999999999999", "meta", "cpu:-1"]),
         (BENCH, "--out", [*PLACES, "empty"]),
         (TRAIN, "--d-model --layers --heads --d-ff --batch --context", [*NUMBERS, "4611686018427387904"]),
@@ -132,7 +126,6 @@ def here(tmp_path_factory):
         (["tour", "--quick", "--text", "text.txt"], "--out", PLACES),
         (["prepare", "text.txt", "--out", "prepared"], "--tokenizer", [*PLACES, "empty", "folder"]),
         (["record", "cpu"], "--out", PLACES),
-        (["record", "attack"], "--seed --seconds", ["-1", "nan", "x", ""]),
         (["records"], "--folder", [*PLACES, "empty"]),
         (["sample", "model"], "--temperature --device", ["nan", "nonsense"]),
         (["sample", "model"], "--prompt --top-k", ["", "0"]),
@@ -144,7 +137,7 @@ def here(tmp_path_factory):
 )
 def test_hostile_values_are_refused_in_a_line(refused, here, monkeypatch, command, options, values):
     monkeypatch.chdir(here)
-    monkeypatch.setattr(loop, "train", loop.train if command == TRAIN else None)  # refused before it is called
+    monkeypatch.setattr(tl, "train", tl.train if command == TRAIN else None)  # refused before it is called
     for option in options.split() or [None]:
         for wrong in values:
             if not (option == "--prompt" and wrong):

@@ -12,7 +12,7 @@ from twell_lab import records, simulator
 from twell_lab.app import recordings
 from twell_lab.core import InputError, TextError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.training.text.source import load_any
+from twell_lab.training.text.source import load
 
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
 SMALL = "--steps 2 --batch 2 --context 16 --d-model 16 --heads 2 --layers 1 --d-ff 32 --device cpu".split()
@@ -129,25 +129,22 @@ def test_without_a_compiler_one_line_says_what_to_install(refused, kernel, monke
 @pytest.mark.parametrize("name, wrong", [("a.jsonl", ["other", "number"]), ("a.csv", ["other", ""])])
 def test_one_field_of_a_file_of_records_is_read_where_it_is_named(ask, refused, tmp_path, name, wrong):
     rows = [{"said": f"words, {i}", "number": 3} for i in range(200)]
-    lines = [json.dumps(row) for row in rows] if name == "a.jsonl" else ["said,number", *_csv(rows)]
+    csv = ["said,number", *(f'"{row["said"]}",{row["number"]}' for row in rows)]
+    lines = [json.dumps(row) for row in rows] if name == "a.jsonl" else csv
     path = tmp_path / name
     path.write_text("\n".join(lines))
     with pytest.warns(UserWarning, match=f"{name} is read as plain text"):
         ask("train", "--text", path, *SMALL)
     assert ask("train", "--text", f"{path}?field=said", *SMALL).err == ""
-    assert load_any(f"{path}?field=said").tokens.numpy().tobytes().startswith(b"words, 0\n\nwords, 1\n\n")
+    assert load(f"{path}?field=said").tokens.numpy().tobytes().startswith(b"words, 0\n\nwords, 1\n\n")
     for field in wrong:
         assert f"has no text in {field!r}; accepted" in refused("train", "--text", f"{path}?field={field}", *SMALL)
-
-
-def _csv(rows):
-    return [f'"{row["said"]}",{row["number"]}' for row in rows]
 
 
 @pytest.mark.parametrize("wrong", ["none.jsonl", "text.txt"])
 def test_a_field_of_no_file_of_records_is_refused(tmp_path, wrong):
     with pytest.raises(TextError, match="none.jsonl' .*No such file|a .jsonl or .csv file alone"):
-        load_any(f"{tmp_path / wrong}?field=said")
+        load(f"{tmp_path / wrong}?field=said")
 
 
 def test_what_is_no_text_and_no_ids_is_one_line(refused, tmp_path):

@@ -2,13 +2,13 @@
 
 import json
 import re
+import textwrap
 
 import pytest
 import torch
 
 import twell_lab as tl
 from twell_lab.models.tiny import LanguageModel, ModelConfig
-from twell_lab.training.text.source import of_pieces
 from twell_lab.training.text.tokenizer import train
 
 
@@ -20,7 +20,7 @@ def test_a_sample_is_what_the_model_generates(ask, value, model):
     assert found["tokens"] == said.tolist() and found["text"] == bytes(said.tolist()).decode("utf-8", "replace")
     assert found["prompt"] == "žluť" and found["tokens_per_s"] > 0
     shown = ask(*asked)
-    assert shown.out.startswith("žluť" + found["text"]) and shown.err == ""
+    assert shown.out.startswith(textwrap.indent("žluť" + found["text"], "  ")) and shown.err == ""
     assert re.search(r"sample: 30 bytes, [\d,]+ a second\n$", shown.out)
 
 
@@ -45,10 +45,10 @@ def test_sparse_layers_are_planned_and_say_the_same(ask, value, model):
 
 def test_a_model_of_a_bpe_speaks_its_tokens(ask, value, refused, tmp_path):
     pytest.importorskip("tokenizers")
-    bpe = train(of_pieces("text", [b"some text, some more text, and some more\n" * 20]), 280)
+    bpe = train([b"some text, some more text, and some more\n" * 20], 280, "text")
     folder = LanguageModel(ModelConfig(bpe.vocabulary, 16, 1, 2, 32, 16)).save(tmp_path / "model")
     assert "the tokenizer" in refused("sample", folder)
-    bpe.save(folder / "tokenizer.json")
+    (folder / "tokenizer.json").write_text(bpe.content)
     asked = ("--prompt", "some", "--tokens", "9")
     found = value("sample", folder, *asked)
     assert found["text"] == bpe.decode(torch.tensor(found["tokens"])).decode("utf-8", "replace")
@@ -65,9 +65,9 @@ def test_a_truncated_model_is_one_line(refused, model, name):
         refused("sample", model)
 
 
-def test_bytes_that_are_not_utf8_are_continued_by_bytes_and_refused_by_a_tokenizer(value, refused, model, opt):
-    assert len(value("sample", model, "--prompt", "a\udcff", "--tokens", "3")["tokens"]) == 3
-    assert "not UTF-8" in refused("sample", opt, "--prompt", "a\udcff")
+@pytest.mark.parametrize("prompt", ["a\udcff", ""])
+def test_what_is_no_text_is_refused(refused, model, prompt):
+    assert "accepted: UTF-8 of one character or more" in refused("sample", model, "--prompt", prompt)
 
 
 @pytest.fixture

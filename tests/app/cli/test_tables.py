@@ -52,7 +52,7 @@ def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
         ["milliseconds a call, NVIDIA H100, 2026-01-02", "1 token", "2,048 tokens"],
         ["torch's dense layer", "0.2", "410"],
         ["planned", "0.1", "205"],
-        ["it takes", "TwELL", "hot/cold"],
+        ["it takes", "twell", "hot_cold 512"],
         ["times as fast", "2.00", "2.00"],
         ["times as fast, both under torch.compile", "0.50", "0.50"],
     ]
@@ -63,23 +63,18 @@ def test_the_table_of_calls_takes_the_drawn_workload_with_29_neurons():
 def test_the_table_of_the_model_compares_like_with_like():
     times = {"dense eager": 30.0, "planned": 20.0, "planned for graphs": 999.0, "dense eager (graph)": 1200.0}
     times |= {"planned for graphs (graph)": 600.0, "dense compiled": 10.0, "planned for graphs compiled": 8.0}
-    shared = {"kind": "model_decode", "workload": "drawn 2B Llama, 1 x 8 tokens", "wall_spread": 0.5}
-    rows = [shared | {"path": path, "wall_ms": ms} for path, ms in times.items()]
+    shared = {"kind": "model_decode", "workload": "drawn 2B Llama, decode step, batch 1", "head": True}
+    rows = [shared | {"path": path, "wall_ms": ms, "wall_samples": [ms] * 5} for path, ms in times.items()]
     energy = {"mj_per_token": 2.5, "peak_bytes": 2**25, "loss": 1.0, "kind": "model_forward"}
     rows[:2] = [row | energy for row in rows[:2]]
-    others = [{**rows[0], "workload": "drawn 1B Llama, 1 x 8 tokens"}, {**rows[0], "head": False}]
+    others = [row | {"workload": "drawn 1B Llama, decode step, batch 1"} for row in rows[:2]]
     assert cells(tables.model([record("bench-model", 1, rows + others)])) == [
-        ["milliseconds, NVIDIA H100, 2026-01-01", "dense", "planned"],
-        ["1 x 8 tokens", "30 (0.5)", "20 (0.5), 1.50x"],
-        ["1 x 8 tokens: mJ a token", "2.5", "2.5"],
-        ["1 x 8 tokens: peak MiB", "32", "32"],
-        ["1 x 8 tokens: loss, nats", "1.0000", "1.0000"],
-        ["1 x 8 tokens, as a CUDA graph", "1,200 (0.5)", "600 (0.5), 2.00x"],
-        ["1 x 8 tokens, compiled", "10 (0.5)", "8 (0.5), 1.25x"],
-        ["1 x 8 tokens, without the LM head", "30 (0.5)", ""],
-        ["1 x 8 tokens, without the LM head: mJ a token", "2.5", ""],
-        ["1 x 8 tokens, without the LM head: peak MiB", "32", ""],
-        ["1 x 8 tokens, without the LM head: loss, nats", "1.0000", ""],
+        ["milliseconds, NVIDIA H100, 2026-01-01", "dense", "planned", "times as fast", "middle half"]
+        + ["mJ a token", "peak MiB", "loss, nats"],
+        ["forward, decode step, batch 1", "30", "20", "1.50", "1.50 to 1.50", "2.5 to 2.5", "32 to 32"]
+        + ["1.0000 to 1.0000"],
+        ["decode step, batch 1, CUDA graph, planned for graphs", "1,200", "600", "2.00", "2.00 to 2.00", "", "", ""],
+        ["decode step, batch 1, compiled, planned for graphs", "10", "8", "1.25", "1.25 to 1.25", "", "", ""],
     ]
 
 

@@ -15,8 +15,7 @@ import torch
 from tests.app.conftest import ROOT
 from twell_lab import formats, records
 from twell_lab.app import page, tour
-from twell_lab.app.charts import Axis, Line, chart
-from twell_lab.app.terminal import Ratio, said_fast, verdict
+from twell_lab.app.terminal import said_fast, verdict
 from twell_lab.core import TwellError
 from twell_lab.plots import share
 
@@ -62,7 +61,7 @@ def test_a_tour_leaves_a_page_and_a_record_and_says_what_it_does(taken):
 def test_every_layer_is_timed_and_every_flat_row_is_whole(taken):
     record = taken[0]
     assert all(tuple(row) == records.FLAT_KEYS for row in records.flat_rows([record]))
-    own, large = page.split_rows(record.rows)
+    own, large = ([row for row in record.rows if ("label" in row) == ours] for ours in (True, False))
     sizes = {(f"layer {i}", tokens) for i in range(2) for tokens in (1, 8, 64)}
     assert {(row["label"], row["tokens"]) for row in own if row["path"] == "twell"} >= sizes
     assert {row["tokens"] for row in large if row["path"] == "twell"} >= {1, 8, 64}
@@ -146,8 +145,14 @@ def test_of_recorded_times_the_newest_current_and_alike_are_drawn(taken):
     slow = RECORDED | {"nnz": 310.0, "ms": 6.0, "x_dense": 2 / 6}
     (first, second) = page.comparable([recorded(RECORDED), recorded(RECORDED, slow, *others, day=3)])
     assert first == RECORDED | {"date": "2026-01-03T03:04:05Z"} and second["nnz"] == 310.0
-    names = [line["name"] for line in page.draw_speeds("recorded", [first, second])["lines"]]
-    assert names == ["bf16, planned, mean nnz 29", "bf16, planned, mean nnz 310"]
+    others = [change | {"tokens": 1} for change in ({"nnz": 23.0}, {"path": "dense eager"}, {"path": "dense compiled"})]
+    drawn = page.draw_speeds("recorded", [first, second, *(first | change for change in others)])
+    names = {line["name"]: len(line["marked"]) for line in drawn["lines"]}
+    assert names == {
+        "bfloat16, planned, 29 firing": 2,
+        "bfloat16, planned, 300 firing": 1,
+        "bfloat16, dense compiled": 1,
+    }
     said = page.see_recorded([first, second])
     assert "Recorded on NVIDIA Example (2026-01-03), not here" in said
     assert "slower at 1 (at worst 0.33 times as fast: 16,384 tokens in bfloat16, 310 neurons firing" in said
@@ -171,7 +176,7 @@ def places(drawn: dict) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("log", [False, True])
 def test_equal_steps_or_ratios_have_equal_distances(log):
     points = [(1, 1), (8, 10), (64, 100)] if log else [(0, 0), (5, 10), (10, 20)]
-    drawn = chart("t", [Line("a", points)], Axis("tokens", log=log), Axis("ms", log=log))
+    drawn = page.chart("t", {"a": points}, page.Axis("tokens", log=log), page.Axis("ms", log=log))
     (left, low), (middle, half), (right, top) = places(drawn)  # an SVG counts downwards
     assert middle - left == pytest.approx(right - middle, abs=0.2) and right > left
     assert low - half == pytest.approx(half - top, abs=0.2) and low > top
@@ -180,7 +185,7 @@ def test_equal_steps_or_ratios_have_equal_distances(log):
 
 @pytest.mark.parametrize("log", [False, True])
 def test_one_point_alone_has_a_place_and_a_mark(log):
-    drawn = chart("t", [Line("a", [(3, 7)])], Axis("step", log=log), Axis("loss", log=log))
+    drawn = page.chart("t", {"a": [(3, 7)]}, page.Axis("step", log=log), page.Axis("loss", log=log))
     assert len(places(drawn)) == len(drawn["lines"][0]["marked"]) == 1 and "nan" not in str(drawn)
 
 
@@ -194,7 +199,7 @@ def test_one_point_alone_has_a_place_and_a_mark(log):
     ],
 )
 def test_the_verdict_on_speed_follows_the_numbers_beyond_their_spread(ratios, said):
-    assert verdict([Ratio(*ratio, what) for ratio, what in zip(ratios, "ab")]).startswith(said)
+    assert verdict([(*ratio, what) for ratio, what in zip(ratios, "ab")]).startswith(said)
 
 
 @pytest.mark.parametrize("spread, said", [(0.0, "faster at 1"), (0.2, "neither at 1")])

@@ -11,8 +11,9 @@ import torch
 from tests.course.capstone.notebook_kernel import NOTEBOOK, changed, in_the_notebook, with_body
 from twell_lab import records, simulator
 from twell_lab.core import CompileError, InputError, StackError
-from twell_lab.course import capstone, exercises
+from twell_lab.course import exercises
 from twell_lab.course.capstone import cases, data, gpu
+from twell_lab.course.capstone import data as capstone
 from twell_lab.cuda.launch import run
 from twell_lab.ops.down import down
 
@@ -335,21 +336,22 @@ def test_the_answers_compile_for_every_gpu(arch, dtype):
 def test_a_submission_is_judged_timed_and_recorded(answer, silver, my_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(data, "judge", lambda file: silver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (row,) = capstone.submit(answer).record.rows
+    *_, record = capstone.submit(answer)
+    (row,) = record.rows
     assert row["sectors_read"] == silver.sectors and "kind" not in row
     assert str(answer.parent) not in json.dumps(row)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "dtype_here", lambda: torch.bfloat16)
+    monkeypatch.setattr(data.clocks, "dtype_for", lambda device: torch.bfloat16)
     monkeypatch.setattr(gpu, "Mine", lambda text, threads, dtype: text)
     monkeypatch.setattr(gpu, "wrong", lambda mine: None)
     monkeypatch.setattr(gpu, "timed", lambda mine: FAST)
-    made = capstone.submit(answer)
-    assert made.medal == "gold" and made.rows == FAST
-    again = records.load(made.record.save(tmp_path))
+    said, _, record = capstone.submit(answer)
+    again = records.load(record.save(tmp_path))
+    assert said.startswith("gold: ")
     assert again.rows[1:] == FAST and again.notes["medal"] == "gold" and again.notes["source"] == answer.read_text()
     monkeypatch.setattr(gpu, "wrong", lambda mine: "with NaN: y[0][0]")
-    made = capstone.submit(answer)
-    assert "with NaN: y[0][0]" in made.on_gpu and made.rows == [] and made.medal == "predicted gold"
+    said, on_gpu, record = capstone.submit(answer)
+    assert "with NaN: y[0][0]" in on_gpu and record.rows[1:] == [] and said.startswith("predicted gold: ")
     monkeypatch.setenv("TWELL_LAB_CXX", str(tmp_path / "none"))
     with pytest.raises(StackError, match="g\\+\\+"):
         capstone.submit(answer)

@@ -4,28 +4,18 @@ import pytest
 import torch
 
 from tests.course import recorded_rows
-from twell_lab.bench import methods
+from twell_lab.bench import comparison, methods
 from twell_lab.course.choosing import data, figures
-from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock as clocks
 from twell_lab.records import Record
-from twell_lab.sparsities import few_neurons, predictors
 
 WHERE = "yours, now, on CPU"
-SMALL = methods.Sizes(64, 768, (1, 8), 8, 64, torch.float32, "cpu", 0.01)
+SMALL = methods.Sizes(64, 768, (1, 8), 8, torch.float32, "cpu", 0.01)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(data, "sizes_for", lambda device: SMALL)
-
-
-@pytest.fixture(scope="module")
-def subject():
-    torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(d_model=32, layers=2, heads=2, d_ff=96, context=16)).eval()
-    fires = [torch.rand(64, 96) < share for share in (0.02, 0.1)]
-    return data.Study(model, torch.randint(0, 256, (4, 16)), torch.randint(0, 256, (64, 16)), fires)
 
 
 def row(method, tokens, share, x_dense, **more):
@@ -71,48 +61,20 @@ def test_what_each_method_computes_of_who_fires():
     assert sum(trace.type == "heatmap" for trace in drawn.data) == len(kinds)
 
 
-def test_the_study_of_a_shipped_model():
-    found = data.study()
-    assert len(found.fires) == len(found.model.layers) and found.fires[0].shape[1] == found.model.config.d_ff
-    assert 0 < float(found.fires[1].double().mean()) < 0.2
-    assert len(found.seen) == 64 and len(found.windows) == 16
+def test_finding_micro_tiles_is_drawn_as_time():
+    shape = comparison.Shape(64, 64, 16, torch.float32, "cpu", 0.01)
+    tiled = [method for method in comparison.METHODS if method.name == methods.TILES]
+    cases = [(pattern, sparsity) for pattern in ("scattered", "tiles 32 x 1") for sparsity in (0.5, 0.9)]
+    drawn = figures.products(
+        [row | {"where": WHERE} for case in cases for row in comparison.product_rows(*case, shape, tiled)]
+    )
+    assert len(drawn.data) == 4 and drawn.data[2].y[0] < drawn.data[0].y[0]
 
 
-def test_micro_tiles_are_timed_as_products(monkeypatch):
-    monkeypatch.setattr(data, "Shape", lambda *given: data.comparison.Shape(64, 64, 16, torch.float32, "cpu", 0.01))
-    rows = data.products_here("cpu", (0.5, 0.9))
-    assert {each["path"] for each in rows} >= {"dense eager", methods.TILES, f"part: {methods.TILES}, conversion"}
-    drawn = figures.products(rows)
-    assert len(drawn.data) == 4 and drawn.data[2].y[0] < drawn.data[0].y[0]  # finding takes time
-
-
-def test_padding_is_timed_where_it_gives_the_same():
-    rows = data.padding_rows("cpu", (1.0, 0.5))
-    assert {(each["path"], each["real"]) for each in rows} == {
-        (path, real) for path in ("padded", "padding removed", "real tokens alone") for real in (1.0, 0.5)
-    }
+def test_padding_is_drawn_with_where_it_was_timed():
+    rows = [{"path": path, "real": real, "ms": real, "where": WHERE} for path in ("a", "b", "c") for real in (1.0, 0.5)]
     drawn = figures.padding(rows)
     assert len(drawn.data) == 4 and drawn.layout.title.text.endswith(f"<sub>{WHERE}</sub>")
-
-
-def test_experts_are_computed_in_each_way():
-    rows = data.expert_rows("cpu", (4,))
-    assert len(rows) == 2 * 3 and {each["way"] for each in rows} == {"grouped", "loop", "padded"}
-
-
-def test_numbers_of_hot_neurons_are_timed_beside_dense():
-    rows = data.hot_rows("cpu")
-    assert [each["hot"] for each in rows] == [*range(0, 768, 256)] and all(each["d_ff"] == 768 for each in rows)
-    assert all(each["low"] <= each["x_dense"] <= each["high"] for each in rows)
-
-
-def test_what_guessing_costs(subject):
-    found = predictors.predict(subject.model, subject.seen.split(16), recall=0.9, rank=4, steps=2)
-    rows = data.lossy_rows(subject, found, (1.0,), (1.0, 0.2))
-    assert rows[0]["more"] == 0 and 0 < rows[0]["computed"] < 1
-    whole = [each for each in rows[1:] if each["computed"] == 1]
-    assert whole and all(each["more"] == pytest.approx(0, abs=1e-4) for each in whole)
-    assert not any(isinstance(each, few_neurons.FewNeurons) for each in subject.model.modules())
 
 
 def test_the_map_holds_each_method_against_dense_first():

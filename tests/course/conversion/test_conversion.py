@@ -8,32 +8,27 @@ import torch
 from torch import nn
 
 from twell_lab import records
-from twell_lab.course import conversion
 from twell_lab.course.conversion import data
 from twell_lab.course.training import held_out, some_text
 from twell_lab.layers.lossy import lossy_parts
-
-TINY = replace(conversion.MODEL, steps=4, batch=2, context=16, d_model=16, layers=2, heads=2, d_ff=32)
-
-
-@pytest.fixture(scope="module")
-def text():
-    return some_text(200_000)
+from twell_lab.models.relufy import relufy
+from twell_lab.models.thresholds import losses
+from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 
 @pytest.fixture(scope="module")
-def windows(text):
-    return held_out(text, 24, TINY.context)
+def smooth():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(d_model=16, layers=2, heads=2, d_ff=32, context=16)).eval()
+    for layer in model.layers:
+        layer.mlp.act_fn = nn.SiLU()
+    return model
 
 
 @pytest.fixture(scope="module")
-def smooth(text):
-    return conversion.smooth(text, TINY)
-
-
-@pytest.fixture(scope="module")
-def judged(smooth, windows):
-    return conversion.judge("tiny", smooth, windows[::2], windows[1::2])
+def judged(smooth):
+    windows = held_out(some_text(200_000), 24, 16)
+    return data.judge("tiny", smooth, windows[::2], windows[1::2])
 
 
 def point(way="cut", density=0.1, change=1.0, **more):
@@ -45,41 +40,17 @@ def weights(model):
     return [value.clone() for value in model.state_dict().values()]
 
 
-def test_a_smooth_model_has_a_silu_and_is_the_same_again(text, smooth):
-    assert sum(isinstance(module, nn.SiLU) for module in smooth.modules()) == TINY.layers and not smooth.training
-    again = conversion.smooth(text, TINY)
-    assert all(map(torch.equal, weights(smooth), weights(again)))
-
-
-def test_training_on_changes_the_model_and_tells_its_loss(text, smooth, windows):
-    model = copy.deepcopy(smooth)
-    history = conversion.further(model, text, replace(TINY, steps=11), windows)
-    assert [row["step"] for row in history] == [0, 10, 11]
-    assert history[-1]["bits"] < history[0]["bits"]
-    assert history[0]["bits"] == conversion.judge("tiny", smooth, windows[:4], windows).bits_per_byte
-    assert not model.training and not all(map(torch.equal, weights(smooth), weights(model)))
-    assert conversion.further(model, text, TINY) == []
-
-
-def test_l1_leaves_fewer_firing(text, smooth, windows, judged):
-    relu, config = conversion.to_relu(smooth), replace(TINY, steps=30, l1_delay=2, l1_warmup=2)
-    models = {"alone": copy.deepcopy(relu), "L1": copy.deepcopy(relu)}
-    conversion.further(models["alone"], text, config)
-    conversion.further(models["L1"], text, replace(config, l1=0.3))
-    alone, pressed = conversion.converted(models, judged)
-    assert pressed["density"] < 0.8 * alone["density"] and pressed["way"] == "convert"
-
-
-def test_a_conversion_is_a_copy_with_the_same_weights_and_no_warning(smooth, recwarn):
-    relu = conversion.to_relu(smooth)
-    assert not any(isinstance(module, nn.SiLU) for module in relu.modules()) and not recwarn.list
-    assert any(isinstance(module, nn.SiLU) for module in smooth.modules())
-    assert all(map(torch.equal, weights(smooth), weights(relu)))
+def test_a_converted_model_is_held_against_the_one_that_it_was(smooth, judged):
+    relu = relufy(copy.deepcopy(smooth), only=lambda name, layer: True)
+    (point,) = data.converted({"ReLU": relu}, judged)
+    assert 0 < point["density"] < 0.8 and point["way"] == "convert" and point["what"] == "ReLU"
+    change = float(losses(relu, judged.windows).mean() / judged.alone.mean()) - 1
+    assert point["low"] <= point["change"] <= point["high"] and point["change"] == pytest.approx(100 * change, abs=1e-3)
 
 
 def test_cuts_leave_what_was_asked_for_and_the_model_as_it_was(judged):
     before = weights(judged.model)
-    none, some, most = conversion.cut(judged, (0.0, 0.5, 0.99))
+    none, some, most = data.cut(judged, (0.0, 0.5, 0.99))
     assert none["change"] == none["low"] == none["high"] == 0
     assert [round(each["density"], 2) for each in (none, some, most)] == [1.0, 0.5, 0.01]
     assert most["low"] <= most["change"] <= most["high"] and some["what"] == "cut 50%"
@@ -88,11 +59,11 @@ def test_cuts_leave_what_was_asked_for_and_the_model_as_it_was(judged):
 
 @pytest.mark.parametrize("density", (0.9, 0.3, 0.02))
 def test_a_cut_to_a_density_has_it(judged, density):
-    assert conversion.cut_to(judged, density)["density"] == pytest.approx(density, rel=0.01)
+    assert data.cut_to(judged, density)["density"] == pytest.approx(density, rel=0.01)
 
 
 def test_recorded_points_are_those_of_the_sweeps():
-    points = conversion.recorded()
+    points = data.recorded()
     small = [each for each in points if each["model"] == "l1-free"]
     rows = next(record for record in records.load_all() if record.name == "sweep-small").rows
     assert [each["density"] for each in small] == [1 - row["zeros"] for row in rows]
@@ -102,11 +73,11 @@ def test_recorded_points_are_those_of_the_sweeps():
 
 
 def test_the_trained_twin_is_held_against_the_one_that_was_not(judged, monkeypatch):
-    assert conversion.trained(judged, "") == []  # no model of data/checkpoints
+    assert data.trained(judged, "") == []  # no model of data/checkpoints
     free = replace(judged, what="l1-free")
     sparse = replace(judged, what="sparse", alone=judged.alone - 5)
     monkeypatch.setattr(data, "shipped", lambda name, text, device: sparse)
-    one, half = conversion.trained(free, "prose")
+    one, half = data.trained(free, "prose")
     assert one["change"] == one["low"] == 0 and half["density"] == pytest.approx(one["density"] / 2, rel=0.01)
     assert {one["way"], half["way"]} == {"train"} and {one["model"], half["model"]} == {"l1-free"}
     assert half["what"] == "with L1, then cut"
@@ -116,5 +87,5 @@ def test_the_trained_twin_is_held_against_the_one_that_was_not(judged, monkeypat
 def test_intervals_decide_between_a_point_and_the_nearest_cut(change, said):
     cuts = [point(density=at, change=5.0) for at in (0.2, 0.101, 0.05)]
     mine = point("convert", 0.1, change)
-    assert conversion.nearest(mine, cuts) is cuts[1] and conversion.nearest(mine | {"model": "n"}, cuts) is None
-    assert conversion.better(mine, cuts[1]) == said
+    assert data.nearest(mine, cuts) is cuts[1] and data.nearest(mine | {"model": "n"}, cuts) is None
+    assert data.better(mine, cuts[1]) == said

@@ -4,11 +4,8 @@ import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.analysis import costs, predict
 from twell_lab.core import InputError
 from twell_lab.course import own_model
-from twell_lab.layers.choice import DENSE
-from twell_lab.layers.paths.cost import Firing
 
 SAID = "def "
 
@@ -54,17 +51,3 @@ def test_the_text_is_prose_and_its_windows_do_not_meet(text, small, halves):
     assert not {tuple(each) for each in first.tolist()} & {tuple(each) for each in second.tolist()}
     with pytest.raises(InputError, match="four windows of 128"):
         own_model.windows(small, text[:500])
-
-
-def test_gains_are_those_of_the_best_paths_of_all_layers(small, halves):
-    firing = tl.profile(small.model, [halves[0]])
-    (row,) = own_model.gains(firing, ["NVIDIA L4"], [1])
-    took = [predict.by_choice(Firing.of(layer), predict.rates_of("L4"), 1) for layer in firing.layers]
-    assert row["gpu"] == "L4" and row["us"] == pytest.approx(sum(min(each.values()) for each in took))
-    assert row["dense_us"] == pytest.approx(sum(each[DENSE] for each in took))
-    assert row["x_dense"] == pytest.approx(row["dense_us"] / row["us"])
-    launches = sum(
-        costs.predict(DENSE, Firing.of(each), predict.rates_of("L4"), 1, 2)["launches"] for each in firing.layers
-    )
-    assert row["launches"] == pytest.approx(100 * launches / row["dense_us"])
-    assert own_model.figures.gains([row]).data[0].y == (row["x_dense"],)

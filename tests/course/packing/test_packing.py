@@ -23,24 +23,6 @@ def test_the_toy_loses_exactly_what_the_tail_holds():
     assert packing.same_bits(packing.toy_unpack(sparse), sparse.relu())
 
 
-def test_geometries_are_what_packing_gives():
-    x = gate()
-    table = packing.geometries(x, [64, 256], [8, 65, 66])
-    assert [(row["tile"], row["words"]) for row in table] == [(64, 8), (64, 65), (256, 8), (256, 65), (256, 66)]
-    packed = TwELL.from_gate(x, 64, 8)
-    row = table[0]
-    assert row["bytes"] == packed.nbytes / 5
-    assert row["overflow"] == len(packed.overflow_rows) / 5
-    assert table[1]["overflow"] == 0  # a slot for every column
-
-
-def test_the_smallest_geometry_keeps_to_the_overflow_allowed():
-    table = [{"bytes": 10, "overflow": 0.5}, {"bytes": 20, "overflow": 0.01}, {"bytes": 30, "overflow": 0.0}]
-    assert packing.smallest(table, 0.01)["bytes"] == 20
-    assert packing.smallest(table, 1.0)["bytes"] == 10
-    assert packing.smallest(table[:1], 0.1) is None
-
-
 @given(st.integers(0, 2**32 - 1))
 def test_a_ballot_gives_each_lane_its_place_in_line(bits):
     fires = torch.tensor([bool(bits >> lane & 1) for lane in range(32)])

@@ -10,7 +10,7 @@ from tests.course.puzzles.notebook_kernels import in_the_notebook, needs_a_compi
 from twell_lab.core import CompileError, StackError
 from twell_lab.course import exercises, puzzles
 from twell_lab.course.capstone.gpu import cubin
-from twell_lab.course.puzzles import data, gpu, slips
+from twell_lab.course.puzzles import data, slips
 from twell_lab.course.verdicts import NotYet
 from twell_lab.cuda import compile as compiler
 
@@ -446,7 +446,7 @@ def on_my_gpu(my_gpu, monkeypatch):
     """A function that sets what the GPU gives; nothing is launched."""
 
     def gives(results):
-        monkeypatch.setattr(gpu, "results", results)
+        monkeypatch.setattr(data, "on_gpu", results)
 
     return gives
 

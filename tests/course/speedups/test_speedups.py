@@ -7,6 +7,7 @@ import torch
 
 from tests.course.recorded_rows import record
 from twell_lab.analysis.profile import profile
+from twell_lab.course.checks.speed import crossing, layer_needed, share_from
 from twell_lab.course.recorded import GRAPH, LOGNORMAL
 from twell_lab.course.speedups import data as speedups
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -58,15 +59,15 @@ def kept(keep):
 def test_the_law_and_its_inverses_agree():
     for share, times in ((0.2, 3.0), (0.9, 1.4), (0.5, 0.5)):
         model = speedups.amdahl(share, times)
-        assert speedups.layer_needed(share, model) == pytest.approx(times)
-        assert speedups.share_from(times, model) == pytest.approx(share)
+        assert layer_needed(share, model) == pytest.approx(times)
+        assert share_from(times, model) == pytest.approx(share)
     assert speedups.amdahl(0.5, math.inf) == 2 and speedups.amdahl(1.0, math.inf) == math.inf
-    assert speedups.layer_needed(0.5, 2.5) is None
+    assert layer_needed(0.5, 2.5) is None
 
 
 def test_a_crossing_lies_between_the_points_around_it():
-    assert speedups.crossing([(10, 2.0), (20, 1.5), (30, 0.5)]) == 25
-    assert speedups.crossing([(10, 2.0), (20, 1.0)]) is None and speedups.crossing([(10, 0.5), (20, 0.2)]) is None
+    assert crossing([(10, 2.0), (20, 1.5), (30, 0.5)]) == 25
+    assert crossing([(10, 2.0), (20, 1.0)]) is None and crossing([(10, 0.5), (20, 0.2)]) is None
 
 
 def test_each_way_is_compared_with_dense_run_the_same_way_and_with_its_layers(kept):

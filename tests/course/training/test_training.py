@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from twell_lab.course import sweep
-from twell_lab.course.training import data as training
+from twell_lab.course import sweep, training
 from twell_lab.training.loop import train
 
 
@@ -37,6 +36,6 @@ def test_runs_are_rows_like_those_of_a_recorded_sweep(small):
     assert (
         rows[2]["mean_nnz"] == pressed.mean_nnz == pytest.approx(sum(layer["nnz"] for layer in rows[2]["layers"]) / 2)
     )
-    for draw in (sweep.figures.loss_against_nnz, sweep.figures.over_time):
+    for draw in (sweep.loss_against_nnz, sweep.over_time):
         assert "here" in draw(rows, "here").layout.title.text
-    assert sweep.figures.picked(rows, 1, "here").layout.title.text.startswith("L1 1e-2: ")
+    assert sweep.picked(rows, 1, "here").layout.title.text.startswith("L1 1e-2: ")

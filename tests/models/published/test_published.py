@@ -95,7 +95,6 @@ def said(folder, **entries):
         ({"transposed": True, "sparsity_use_hybrid_kernel": True, "files": 2}, {}),
         ({}, {"tie_word_embeddings": True}),
         ({}, {"mlp_bias": True}),
-        ({"model_type": "qwen2_sparse_relu"}, {"kind": "qwen2"}),
     ],
 )
 def test_a_checkpoint_of_the_papers_computes_a_relu(tmp_path, how, changes):
@@ -146,10 +145,6 @@ DAMAGE = {
     "no number of heads": (lambda f: said(f, num_attention_heads="many"), "num_attention_heads"),
     "a contradiction": (lambda f: said(f, num_attention_heads=3), "attention heads"),
     "a dtype that torch has not": (lambda f: said(f, torch_dtype="float7"), "float7"),
-    "qwen2 without gates": (
-        lambda f: said(f, model_type="qwen2_sparse_relu", sparsity_gated_mlp=False),
-        "has no model in transformers",
-    ),
     "a kind that is a list": (lambda f: said(f, model_type=["llama"]), r"model_type is \['llama'\]"),
     "another kind": (
         lambda f: said(f, model_type="new", auto_map={"AutoModel": "code.Model"}),

@@ -13,7 +13,7 @@ import twell_lab as tl
 from tests.models.speaking import decoders
 from twell_lab.core import InputError
 from twell_lab.models import generate as module
-from twell_lab.models import llama
+from twell_lab.models import tiny as ours
 from twell_lab.models.generate import Step
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
@@ -209,8 +209,7 @@ def test_tokens_are_drawn_as_often_as_transformers_would(how):
     transformers = pytest.importorskip("transformers")
     many, scores = 20_000, torch.tensor([[0.0, 1.0, -0.7, 3.0, 2.0]])
     step = Step((many, 8, (True, bool(how)), (), 0, 0), scores.expand(many, -1), module.Keys(8))
-    rule = module._Rule(2.0, how.get("top_k", 0), how.get("top_p", 1.0))
-    step.load(1, rule)
+    step.load(1, (2.0, how.get("top_k", 0), how.get("top_p", 1.0)), None)
     step.noise.exponential_(generator=torch.Generator().manual_seed(0))
     step.choose(scores.expand(many, -1))
     left = scores / 2.0
@@ -228,7 +227,7 @@ def test_a_seed_repeats_the_draw_and_leaves_torchs_generator_alone(loop):
 
 def test_a_stop_text_may_straddle_tokens(loop):
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    content = tokenizers.Tokenizer.from_str(llama.bytes_tokenizer())
+    content = tokenizers.Tokenizer.from_str(ours.bytes_tokenizer())
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=content)
     model = decoders.build("Llama", vocab_size=len(tokenizer))
     model.lm_head.weight.data[:32], model.lm_head.weight.data[127:] = 0, 0  # printable characters alone are likely

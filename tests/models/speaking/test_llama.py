@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import twell_lab as tl
 from twell_lab.core import InputError
 from twell_lab.models.swap import sparsify
-from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.models.tiny import EDGE, LanguageModel, ModelConfig
 from twell_lab.training.text import tokenizer
-from twell_lab.training.text.source import BYTES, of_pieces
+from twell_lab.training.text.source import BYTES
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,6 +42,7 @@ def test_transformers_computes_and_says_the_same(tmp_path, changes):
 @settings(deadline=None, max_examples=50)
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30))
 def test_the_tokenizer_of_bytes_gives_the_bytes_and_the_text_back(read_bytes, text):
+    assume(EDGE not in text)  # which stands for byte 0
     ids = read_bytes(text).input_ids
     assert bytes(ids) == text.encode() and read_bytes.decode(ids) == text
 
@@ -59,12 +60,12 @@ def read_bytes(tmp_path_factory):
 
 
 def test_the_tokenizer_of_a_bpe_goes_with_the_model(tmp_path):
-    bpe = tokenizer.train(of_pieces("text", [b"some text, some more text, and some more\n" * 20]), 280)
+    bpe = tokenizer.train([b"some text, some more text, and some more\n" * 20], 280, "text")
     saved = model(vocabulary=bpe.vocabulary)
     saved.save_pretrained(tmp_path, bpe.content)
     text = "some more text\n"
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(text).input_ids
-    assert ids == bpe.encode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).tolist()
+    assert ids == bpe.encode([text.encode()]).tolist()
     assert tokenizer.load(tmp_path / "tokenizer.json") == bpe and max(ids) >= 256
 
 

@@ -212,7 +212,7 @@ def test_the_loss_is_that_of_both_models_on_the_same_windows(method):
     reach = 1.96 * difference.std().item() / 3
     assert cost.change == pytest.approx(difference.mean().item(), abs=1e-6)
     assert (cost.low, cost.high) == pytest.approx((cost.change - reach, cost.change + reach), abs=1e-6)
-    assert (cost.windows, cost.tokens) == (9, 99) and "lossy" in str(cost)
+    assert cost.windows == 9 and "lossy" in str(cost)
     with pytest.raises(InputError, match="the model has thresholds on it"):
         found.loss(model, windows)
 

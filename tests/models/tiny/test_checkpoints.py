@@ -12,10 +12,11 @@ import torch
 
 import twell_lab as tl
 from twell_lab import core
+from twell_lab.analysis.profile import profile
 from twell_lab.layers.choice import Choice
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.training import objective, sweep
+from twell_lab.training import objective
 
 FOLDER = core.data_dir() / "checkpoints"
 
@@ -68,7 +69,7 @@ def test_it_is_as_large_fires_and_predicts_as_its_card_says(name, windows, firin
     model, card = loaded(name), made(name)
     assert (FOLDER / name / "model.safetensors").stat().st_size < 12_000_000
     assert sum(weight.numel() for weight in model.parameters()) == card["parameters"]
-    nnz = [layer["nnz"] for layer in sweep.who_fires(model, windows)["layers"]]
+    nnz = [layer.mean_nnz for layer in profile(model, [windows[:, :-1]]).layers]
     assert sum(nnz) / len(nnz) == pytest.approx(card["mean_nnz"], rel=firing)
     found = objective.bits_per_byte(model, windows)
     assert found < 2.6 if bits is None else found == pytest.approx(card["validation_bits_per_byte"], rel=bits)

@@ -133,7 +133,7 @@ def _given(command: str) -> tuple[list[str], dict]:
     model_rows = f"{model} --text {words} --tokens 4 --batches 1 --seconds 0.01 --device cpu"
     train = (
         "d-model layers heads d-ff l1 l1-delay l1-warmup dead-window reinit dead-every batch context "
-        "accumulate lr warmup weight-decay clip seed log-every eval-every eval-windows checkpoint-every"
+        "accumulate lr warmup weight-decay clip seed log-every eval-every eval-windows"
     )
     usual, options = {
         "doctor": ("", {}),

@@ -18,7 +18,7 @@ import torch
 
 from tests.nightly.attack.harness import PLACE, forked
 from twell_lab import core, records
-from twell_lab.analysis.plan import Plan
+from twell_lab.analysis.planner import Plan
 from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import TwellError
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -35,7 +35,7 @@ LEFT = (".part", ".old", "building-", ".tmp")
 
 def config(text: Path) -> TrainConfig:
     sizes = {"steps": 14, "batch": 4, "context": 16, "d_model": 16, "layers": 2, "heads": 2, "d_ff": 32, "l1": 0.01}
-    rows = {"log_every": 2, "eval_every": 7, "eval_windows": 8, "checkpoint_every": 1}
+    rows = {"log_every": 2, "eval_every": 7, "eval_windows": 8}
     return TrainConfig(**sizes, **rows, device="cpu", text=str(text))
 
 
@@ -84,9 +84,9 @@ def _quietly() -> None:
 def train_here(out: str, text: str, resume: bool, count: int, said: str) -> None:
     """A training that notes in the file `said` each step whose checkpoint was saved, and at the end its result."""
     _quietly()
-    from twell_lab.training import loop as running  # noqa: F401  (loaded before anything is counted)
-    from twell_lab.training.loop import train
+    from twell_lab.training import loop  # loaded before anything is counted
 
+    loop.SAVE_EVERY = loop.SAVE_SHARE = 0  # a checkpoint after each step
     if count:
         _die_before(count, out)
     real = checkpoint.save
@@ -97,7 +97,7 @@ def train_here(out: str, text: str, resume: bool, count: int, said: str) -> None
 
     checkpoint.save = save
     try:
-        result = train(config(Path(text)), progress=False, **({"resume": out} if resume else {"out": out}))
+        result = loop.train(config(Path(text)), progress=False, **({"resume": out} if resume else {"out": out}))
     except BaseException as error:
         _note(said, f"failed {type(error).__name__}: {error}")
         os._exit(1)
@@ -173,7 +173,7 @@ def check_training(r: Random, counts: Counter) -> None:
         assert code == -signal.SIGKILL, f"{how}: exit status {code}"
         counts["kills"] += 1
         counts["before a change of a file" if at else "at a moment"] += 1
-        resume = checkpoint.exists(out)
+        resume = (out / checkpoint.STATE).exists()
         newest = checkpoint.load(out)["step"] if resume else 0
         assert newest >= max(told, before), (
             f"{how}: the checkpoint of step {max(told, before)} was there, and now step {newest}'s is"
@@ -235,7 +235,7 @@ def _prepared_to(kind: str, folder: Path, seed: int):
     return {
         "record": lambda: core.write_atomically(folder / "record.json", _record(seed).to_json()),
         "model": lambda: _model(seed).save(folder),
-        "tokenizer": lambda: BYTES.save(folder / "tokenizer.json"),
+        "tokenizer": lambda: core.write_atomically(folder / "tokenizer.json", BYTES.content),
         "plan": lambda: Plan([], "cpu", "float32", rates={"a": float(seed)}).save(folder / "plan.json"),
         "text": lambda: source.prepare(str(_text_of(seed)), folder),
     }[kind]

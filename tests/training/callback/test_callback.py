@@ -9,7 +9,7 @@ import torch
 import twell_lab as tl
 from tests.models.speaking import decoders
 from twell_lab.core import InputError
-from twell_lab.training.callback import SparsityCallback
+from twell_lab.training.objective import SparsityCallback
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -36,8 +36,12 @@ def trained(folder, *callbacks, model=None, loss=None, many=64, **how):
     return trainer
 
 
-def test_the_recipe_makes_fewer_neurons_fire(tmp_path):
-    penalised = trained(tmp_path, tl.SparsityCallback(l1=1.0, delay=2, warmup=5, reinit=0.1, window=10))
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_recipe_makes_fewer_neurons_fire(tmp_path, swapped):
+    model = tl.relufy(decoders.build("Llama", hidden_act="silu"))
+    model = tl.sparsify(model.train(), "twell") if swapped else model
+    callback = tl.SparsityCallback(l1=1.0, delay=2, warmup=5, reinit=0.1, window=10)
+    penalised = trained(tmp_path, callback, model=model)
     free = trained(tmp_path, tl.SparsityCallback(l1=0.0))
     logs, others = ([row for row in one.state.log_history if "density" in row] for one in (penalised, free))
     assert len(logs) == len(others) == 4
@@ -89,7 +93,7 @@ def test_processes_that_average_tokens_share_the_penalty(averaged, share):
     rows = torch.stack([row["input_ids"] for row in texts(8)])
     how = dict(gradient_accumulation_steps=2, world_size=4, average_tokens_across_devices=averaged)
     callback, losses = SparsityCallback(l1=0.5), []
-    for args in (None, SimpleNamespace(label_smoothing_factor=0, n_gpu=1, **how)):
+    for args in (None, SimpleNamespace(label_smoothing_factor=0, n_gpu=1, seed=0, **how)):
         if args:
             callback.on_train_begin(args, SimpleNamespace(global_step=0), None, model=model)
         losses.append(model(rows, labels=rows, num_items_in_batch=torch.tensor(240)).loss.detach())
@@ -122,6 +126,7 @@ def test_what_it_cannot_penalise_is_refused(tmp_path):
         trained(tmp_path, SparsityCallback(l1=1), model=decoders.build("Llama"))
     with pytest.raises(InputError, match="compute_loss_func"):
         trained(tmp_path, SparsityCallback(l1=1), loss=lambda outputs, labels, **_: outputs.logits.mean())
-    with pytest.raises(InputError, match="reinit is 0.1"):
-        model = tl.sparsify(tl.relufy(decoders.build("Llama")), "twell")
+    with pytest.raises(InputError, match="reinit is 0.1 and the gate of .* is frozen"):
+        model = tl.relufy(decoders.build("Llama"))
+        model.model.layers[1].mlp.gate_proj.weight.requires_grad_(False)
         trained(tmp_path, SparsityCallback(l1=1, reinit=0.1), model=model)

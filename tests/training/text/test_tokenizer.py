@@ -11,42 +11,47 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training.train.small_runs import text_of
 from twell_lab.core import InputError, StackError, TextError
 from twell_lab.training.text import source, tokenizer
-from twell_lab.training.text.source import BYTES, load_any
+from twell_lab.training.text.source import BYTES, load
 from twell_lab.training.text.tokenizer import BPE
 
 WORDS = b"the quick brown fox jumps over the lazy dog\n"
 
 
 def of(content):
-    return source.of_pieces("made up", [content])
+    return text_of(content, name="made up")
+
+
+def saved(tokenizer, folder):
+    (folder / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
+    return folder / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")
 def library_text():
     whole = source.standard_library()
     raw, ends = whole.tokens.numpy().tobytes(), (0, 1000, 70_000, 250_000, 300_000)
-    return source.of_pieces("library", [raw[begin:end] for begin, end in itertools.pairwise(ends)])
+    return text_of(*(raw[begin:end] for begin, end in itertools.pairwise(ends)))
 
 
 @pytest.fixture(scope="module")
 def trained(library_text):
     pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
-    return tokenizer.train(library_text, 600)
+    return tokenizer.train([library_text.tokens.numpy().tobytes()], 600, "library")
 
 
 def test_bytes_are_their_own_tokens(tmp_path):
     sample = of(bytes(range(256)))
-    assert sample.vocabulary == 256
     assert BYTES.decode(sample.tokens) == bytes(range(256)) and BYTES.lengths.tolist() == [1] * 256
     assert sample.describe() == {"name": "made up", "sha256": sample.sha256, "size": 256}
-    assert tokenizer.load(BYTES.save(tmp_path / "tokenizer.json")) == BYTES
+    assert tokenizer.load(saved(BYTES, tmp_path)) == BYTES
 
 
 def test_a_trained_tokenizer_has_the_size_asked_for_and_shortens_the_text(trained, library_text):
-    read = load_any(library_text, tokenizer=trained)
-    assert trained.vocabulary == read.vocabulary == 600 and read.tokens.dtype == torch.int16
+    read = load(library_text, tokenizer=trained)
+    assert trained.vocabulary == read.tokenizer.vocabulary == 600 and read.tokens.dtype == torch.int16
     assert 1.5 < read.size / len(read.tokens) < 4 and read.tokens.max() < 600 and read.tokens.min() >= 0
     assert trained.decode(read.tokens) == library_text.tokens.numpy().tobytes()
     assert trained.lengths[read.tokens.long()].sum() == library_text.size and trained.lengths.min() == 1
@@ -55,11 +60,11 @@ def test_a_trained_tokenizer_has_the_size_asked_for_and_shortens_the_text(traine
 
 
 def test_a_tokenizer_comes_back_from_disk_and_from_a_copy(trained, library_text, tmp_path):
-    tokens = load_any(library_text, tokenizer=trained).tokens
-    loaded = tokenizer.load(trained.save(tmp_path / "tokenizer.json"))
+    tokens = load(library_text, tokenizer=trained).tokens
+    loaded = tokenizer.load(saved(trained, tmp_path))
     assert loaded == trained and loaded.sha256 == trained.sha256
     for other in (loaded, copy.deepcopy(trained)):
-        assert torch.equal(load_any(library_text, tokenizer=other).tokens, tokens)
+        assert torch.equal(load(library_text, tokenizer=other).tokens, tokens)
     assert list(tmp_path.iterdir()) == [tmp_path / "tokenizer.json"]
 
 
@@ -69,10 +74,9 @@ _TEXTS = st.text(max_size=20).map(lambda some: some.encode("utf-8", "surrogatepa
 @given(st.lists(st.one_of(st.binary(max_size=40), _TEXTS), max_size=6))
 def test_any_bytes_come_back(trained, pieces):
     pieces = [piece for piece in pieces if piece] or [b"\xff"]
-    whole = source.of_pieces("made up", pieces)
-    tokens = trained.encode(whole.tokens, whole.starts)
+    tokens = trained.encode(pieces)
     assert trained.decode(tokens) == b"".join(pieces)
-    alone = [trained.encode(of(piece).tokens) for piece in pieces]
+    alone = [trained.encode([piece]) for piece in pieces]
     assert torch.equal(tokens, torch.cat(alone))  # no token reaches into the next file
 
 
@@ -82,28 +86,28 @@ LONG += [b"\xf0\x9f\x98\x80" * 200 + b"\x80" * 200]
 
 @pytest.mark.parametrize("content", LONG, ids=lambda content: str(content[:4]))
 def test_long_files_are_cut_without_loss(trained, monkeypatch, content):
-    monkeypatch.setattr(tokenizer, "CHUNK", 64)
-    tokens = trained.encode(of(content).tokens)
-    assert trained.decode(tokens) == content and tokens.dim() == 1
-    assert all(len(piece) <= 2 * 64 for piece in tokenizer.pieces(io.BytesIO(content)))
+    monkeypatch.setattr(source, "PIECE", 64)
+    pieces = [*source.pieces(io.BytesIO(content))]
+    tokens = trained.encode(pieces)
+    assert trained.decode(tokens) == content and tokens.dim() == 1 and all(len(piece) <= 2 * 64 for piece in pieces)
 
 
-def test_load_any_takes_what_a_command_line_says(trained, tmp_path):
+def test_load_takes_what_a_command_line_says(trained, tmp_path):
     (tmp_path / "some.txt").write_bytes(WORDS * 50)
     path = str(tmp_path / "some.txt")
-    assert load_any(path).tokenizer == BYTES and load_any(path, tokenizer="bytes").size == len(WORDS) * 50
-    whole = load_any(path, tokenizer="bpe:280")
-    assert whole.vocabulary == 280 and whole.tokenizer == tokenizer.train(source.load(path).split()[0], 280)
-    saved = trained.save(tmp_path / "tokenizer.json")
-    for given_as in (saved, str(saved), trained):
-        assert load_any(path, tokenizer=given_as).tokenizer == trained
-    assert load_any(whole) is whole
+    assert load(path).tokenizer == BYTES and load(path, tokenizer="bytes").size == len(WORDS) * 50
+    whole = load(path, tokenizer="bpe:280")
+    assert whole.tokenizer.vocabulary == 280
+    file = saved(trained, tmp_path)
+    for given_as in (file, str(file), trained):
+        assert load(path, tokenizer=given_as).tokenizer == trained
+    assert load(whole) is whole
 
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:many", "bpe:255", "bpe:1048577", "nowhere.json"])
 def test_wrong_tokenizers_are_refused_by_name(trained, name):
     with pytest.raises(TextError if "nowhere" in name else InputError, match=name):
-        load_any(of(WORDS), tokenizer=name)
+        load(of(WORDS), tokenizer=name)
 
 
 def test_files_that_hold_no_tokenizer_are_refused(trained, tmp_path):
@@ -119,12 +123,12 @@ def test_a_tokenizer_that_loses_something_is_refused(trained):
     fewer = {token: number for token, number in fields["model"]["vocab"].items() if number != 5}
     for changed in (changes, {"model": {**fields["model"], "vocab": fewer, "merges": []}}):
         with pytest.raises(TextError, match="stand for"):
-            BPE(json.dumps({**fields, **changed})).encode(torch.tensor([*b"pizza&\xc8\xc8"], dtype=torch.uint8))
+            BPE(json.dumps({**fields, **changed})).encode([b"pizza&\xc8\xc8"])
 
 
 def test_without_the_library_bytes_still_work_and_a_bpe_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert load_any(of(WORDS), tokenizer="bytes").tokens.numel() == len(WORDS)
-    for refused in (lambda: load_any(of(WORDS), tokenizer="bpe:300"), lambda: BPE("{}")):
+    assert load(of(WORDS), tokenizer="bytes").tokens.numel() == len(WORDS)
+    for refused in (lambda: load(of(WORDS), tokenizer="bpe:300"), lambda: BPE("{}")):
         with pytest.raises(StackError, match="pip install tokenizers"):
             refused()

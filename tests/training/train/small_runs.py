@@ -1,15 +1,27 @@
 """Small runs for the tests of training: their options on a command line, and how to end one from within, as if it
 crashed, so that it does not get to save itself."""
 
+import hashlib
+import itertools
 from contextlib import contextmanager
 
 import pytest
+import torch
 
+from twell_lab.training import loop
 from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
+from twell_lab.training.text.source import Text
 
 # The smallest model, whatever it is trained on.
 SMALL = "--d-model=16 --heads=2 --layers=1 --d-ff=32 --eval-windows=4 --device=cpu".split()
+
+
+def text_of(*files, name="some"):
+    """The Text of these files as bytes."""
+    raw, starts = bytearray().join(files), tuple(itertools.accumulate(map(len, files[:-1]), initial=0))
+    data = torch.frombuffer(raw, dtype=torch.uint8)
+    return Text(name, hashlib.sha256(raw).hexdigest(), len(raw), data, starts=starts)
 
 
 class Enough(Exception):
@@ -27,7 +39,10 @@ def until(step):
 
 
 def broken_off(config, folder, step):
-    with pytest.raises(Enough):
+    """Train until the row of this step, with a checkpoint after each step before it."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Enough):
+        patch.setattr(loop, "SAVE_EVERY", 0)
+        patch.setattr(loop, "SAVE_SHARE", 0)
         train(config, out=folder, progress=False, on_step=until(step))
 
 

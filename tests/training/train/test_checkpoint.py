@@ -58,15 +58,19 @@ def unbroken(tiny, tmp_path_factory):
 
 
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tmp_path):
-    broken_off(tiny(**FULL, checkpoint_every=5), tmp_path, 8)
-    assert checkpoint.load(tmp_path)["step"] == 5 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
+    broken_off(tiny(**FULL), tmp_path, 8)
+    assert checkpoint.load(tmp_path)["step"] == 7 and names(tmp_path) == [
+        "metrics.jsonl",
+        "tokenizer.json",
+        "training.pt",
+    ]
     result = train(tiny(**FULL), resume=tmp_path, progress=False)
     whole, folder = unbroken
     assert any(sum(row["dead_layers"]) for row in whole.history if row["step"] in (6, 9))  # re-initialised after
     assert curve(result.history) == curve(whole.history)
     assert all(map(torch.equal, result.model.parameters(), whole.model.parameters()))
     assert same(checkpoint.load(tmp_path), checkpoint.load(folder))
-    assert names(folder) == ["config.json", "metrics.jsonl", "model.safetensors", "training.pt"]
+    assert names(folder) == ["config.json", "metrics.jsonl", "model.safetensors", "tokenizer.json", "training.pt"]
     assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] == whole.history
     assert all(map(torch.equal, LanguageModel.load(folder).parameters(), whole.model.parameters()))
     again = train(tiny(**FULL), resume=tmp_path, progress=False)
@@ -194,34 +198,30 @@ def test_a_damaged_checkpoint_is_refused_by_name(unbroken, tmp_path, damage, cap
     assert not capsys.readouterr().out
 
 
-def test_a_second_training_into_a_folder_is_refused(tiny, tmp_path):
+def test_a_second_training_into_a_folder_is_refused(tiny, tmp_path, monkeypatch):
     def second(row):
-        for more in ({}, {"resume": tmp_path} if checkpoint.exists(tmp_path) else {}):
+        for more in ({}, {"resume": tmp_path} if (tmp_path / checkpoint.STATE).exists() else {}):
             before = files(tmp_path)
             with pytest.raises(InputError, match="in use by another training"):
                 train(tiny(), **{"out": tmp_path, **more}, progress=False)
             assert files(tmp_path) == before
 
-    train(tiny(checkpoint_every=2), out=tmp_path, progress=False, on_step=second)
+    monkeypatch.setattr(loop, "SAVE_EVERY", 0)
+    train(tiny(), out=tmp_path, progress=False, on_step=second)
     assert checkpoint.load(tmp_path)["step"] == 12 and LOCK not in names(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "changes, seconds, share, saved",
-    [
-        ({}, 0, 0, [*range(1, 13)]),
-        ({}, 0, 10**6, [1, 12]),  # a save that takes long is not made all the time
-        ({"checkpoint_every": 0}, 0, 0, [12]),
-        ({"checkpoint_every": 5}, 300, 10, [5, 10, 12]),
-    ],
+    "seconds, share, saved",
+    [(0, 0, [*range(1, 13)]), (0, 10**6, [1, 12]), (300, 0, [12])],  # a save that takes long is not made all the time
 )
-def test_a_run_is_saved_every_few_minutes(tiny, tmp_path, monkeypatch, changes, seconds, share, saved):
-    assert loop.SAVE_EVERY <= 300 and tiny().checkpoint_every is None
+def test_a_run_is_saved_every_few_minutes(tiny, tmp_path, monkeypatch, seconds, share, saved):
+    assert loop.SAVE_EVERY <= 300
     steps, real = [], checkpoint.save
     monkeypatch.setattr(checkpoint, "save", lambda folder, state: (steps.append(state["step"]), real(folder, state)))
     monkeypatch.setattr(loop, "SAVE_EVERY", seconds)
     monkeypatch.setattr(loop, "SAVE_SHARE", share)
-    train(tiny(**changes), out=tmp_path, progress=False)
+    train(tiny(), out=tmp_path, progress=False)
     assert steps == saved
 
 
@@ -302,14 +302,20 @@ def test_what_is_not_finite_ends_a_run_and_the_checkpoint_before_stays(tiny, tmp
         "gradient": r"the norm of its gradient at step 4 with lr 0\.002 and l1 0\.01",
         "validation": "nan at step 4",
     }
-    config = tiny(steps=6, checkpoint_every=2, kernels="off" if what in words else what)
+    monkeypatch.setattr(loop, "SAVE_EVERY", 0)
+    monkeypatch.setattr(loop, "SAVE_SHARE", 0)
+    config = tiny(steps=6, kernels="off" if what in words else what)
     with pytest.raises(InputError, match=words.get(what, r"not finite in layers\.0\.mlp\.up_proj\.weight")):
         train(config, out=tmp_path, progress=False)
-    assert checkpoint.load(tmp_path)["step"] == 2 and names(tmp_path) == ["metrics.jsonl", "training.pt"]
+    assert checkpoint.load(tmp_path)["step"] == 3 and names(tmp_path) == [
+        "metrics.jsonl",
+        "tokenizer.json",
+        "training.pt",
+    ]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_first_step_that_fails_saves_nothing(tiny, tmp_path):
     with pytest.raises(InputError, match="not finite in the loss.* at step 1 .*a lower lr or l1"):
         train(tiny(l1=1e38), out=tmp_path, progress=False)
-    assert names(tmp_path) == ["metrics.jsonl"]
+    assert names(tmp_path) == ["metrics.jsonl", "tokenizer.json"]

@@ -26,7 +26,7 @@ from twell_lab.training import loop as running
 from twell_lab.training import objective
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy, l1_coefficient
-from twell_lab.training.text.source import load_any, random_windows, spread_windows
+from twell_lab.training.text.source import load, random_windows, spread_windows
 
 PLAIN = dict(activation="relu2", gated=False)
 
@@ -150,18 +150,19 @@ def test_the_coefficient_waits_and_then_climbs(tiny):
 
 def test_the_dead_are_those_that_did_not_fire_within_the_window(tiny, some_text):
     """Counted from gradients in training; here from the activations themselves, with the weights standing still."""
-    config = tiny(**{**DYING, "lr": 1e-30, "steps": 4}, d_ff=512)
+    few = {**DYING, "lr": 1e-30, "batch": 1, "context": 4}
+    config = tiny(**{**few, "steps": 4, "dead_window": 3})
     rows = train(config, progress=False).history
     model, order = initial_model(config), torch.Generator().manual_seed(0)
     fired = []
     for row in rows:
-        windows = random_windows(some_text.split()[0].tokens, 4, 16, order)
+        windows = random_windows(some_text.split()[0].tokens, 1, 4, order)
         with hidden_values(model) as hidden:
             model(windows[:, :-1])
         fired.append([(h != 0).flatten(0, 1).any(0) for h in hidden])
-        assert row["dead_layers"] == [int((~layer).sum()) for layer in fired[-1]]  # 64 tokens a step, a window of 60
+        assert row["dead_layers"] == [int((~layer).sum()) for layer in fired[-1]]  # four tokens a step
     assert any(sum(row["dead_layers"]) for row in rows)
-    both = train(tiny(**{**DYING, "lr": 1e-30, "steps": 2, "dead_window": 128}, d_ff=512), progress=False).history
+    both = train(tiny(**{**few, "steps": 2, "dead_window": 8}), progress=False).history
     silent_in_both = [int((~(a | b)).sum()) for a, b in zip(*fired[:2], strict=True)]
     assert [row["dead_layers"] for row in both] == [[0, 0], silent_in_both]
 
@@ -173,9 +174,12 @@ def test_dead_rows_move_as_the_papers_equation_says(bias, gated):
     gate, up, down = nn.Linear(5, 8, bias), nn.Linear(5, 8, bias), nn.Linear(8, 5, bias)
     changed = FeedForward("", nn.Module(), gate if gated else None, up, down)
     before = copy.deepcopy(changed)
-    objective.reinitialise(changed, torch.zeros(8, dtype=torch.bool), 0.1, drawn())
+    silence = objective.Silence([changed], drawn())
+    silence.revive(1, 0.1)
     assert torch.equal(changed.pattern.weight, before.pattern.weight)
-    objective.reinitialise(changed, dead, 0.1, drawn())
+    changed.pattern.weight.grad = torch.where(dead[:, None], 0.0, torch.rand(8, 5))
+    silence.count(1)
+    silence.revive(1, 0.1)
     expected = before.pattern.weight.detach().clone()
     expected[dead] = 0.9 * expected[dead] + 0.1 * 0.02 * torch.randn(3, 5, generator=drawn())
     torch.testing.assert_close(changed.pattern.weight.detach(), expected)
@@ -219,24 +223,24 @@ def test_a_bpe_is_trained_saved_and_read_back(some_text, tmp_path, capsys):
 def test_bits_per_byte_count_the_bytes_that_were_predicted(tiny, some_text):
     """Not those of the whole held-out text: few windows may hold longer tokens, or shorter ones."""
     pytest.importorskip("tokenizers")
-    config = tiny(tokenizer="bpe:600", eval_windows=3)
-    whole = load_any(some_text, tokenizer="bpe:600")
+    config = tiny(tokenizer="bpe:600", eval_windows=2)
+    whole = load(some_text, tokenizer="bpe:600")
     held_out, lengths = whole.split()[1], whole.tokenizer.lengths
-    windows = spread_windows(held_out.tokens, 3, 16)
+    windows = spread_windows(held_out.tokens, 2, 16)
     model = initial_model(config, 600)
     nats = sum(cross_entropy(model, window[None]).item() * 16 for window in windows)
     pieces = sum(len(whole.tokenizer.decode(window[1:])) for window in windows)
     assert bits_per_byte(model, windows, lengths) == pytest.approx(nats / math.log(2) / pieces, rel=1e-5)
     average = held_out.size / len(held_out.tokens)
-    assert pieces / (3 * 16) != pytest.approx(average, rel=0.02)  # or this text shows nothing
+    assert pieces / (2 * 16) != pytest.approx(average, rel=0.02)  # or this text shows nothing
     trained = train(config, progress=False)
     assert trained.validation_bits_per_byte == bits_per_byte(trained.model, windows, lengths)
 
 
 WRONG = {"l1": (-1e-9, math.nan, "0.1", None, 1e39), "steps": (0, 1.5), "heads": (3,), "d_ff": (12.5,), "lr": (0,)}
 WRONG |= {"gated": ("yes",), "seed": (-1, True, 2**64), "device": (3.5, torch.device("cpu")), "text": (7,)}
-WRONG |= {"dtype": ("float16",), "compile": (1,), "accumulate": (0, 3), "dead_window": (-1,), "reinit": (1.5, 0.1)}
-WRONG |= {"checkpoint_every": (-1, "5"), "tokenizer": (7,)}
+WRONG |= {"dtype": ("float16",), "compile": (1,), "accumulate": (0,), "dead_window": (-1,), "reinit": (1.5, 0.1)}
+WRONG |= {"tokenizer": (7,)}
 
 
 @pytest.mark.parametrize("name, value", [(name, value) for name, values in WRONG.items() for value in values])
@@ -245,14 +249,14 @@ def test_a_wrong_value_is_refused_by_name(tiny, name, value):
         tiny(**{name: value})
 
 
-def test_what_does_not_go_together_is_named_and_numbers_of_numpy_are_numbers(tiny, capsys):
+def test_what_does_not_go_together_is_named_and_numbers_of_numpy_are_numbers(tiny):
     with pytest.raises(InputError, match="config is a dict; accepted: a TrainConfig"):
         train({"l1": 1.0})
+    with pytest.raises(InputError, match="batch is 4 with accumulate 3 and 1 processes; accepted: a multiple of 3"):
+        train(tiny(accumulate=3))
     for kernels in ("auto", "sparse"):
         with pytest.raises(InputError, match=f"kernels is '{kernels}' with activation 'relu2' in gated layers; acc"):
             tiny(kernels=kernels, activation="relu2")
-    assert cli.main(["train", "--checkpoint-every", "10"]) == 2
-    assert "--checkpoint-every is 10 without --out; accepted" in capsys.readouterr().err
     assert tiny(l1=np.float64(1e-5), lr=np.float64(1e-3)).l1 == 1e-5
 
 

@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
-from tests.training.train.small_runs import hidden_values
+from tests.training.train.small_runs import hidden_values, text_of
 from twell_lab.core import DeviceError, TextError
 from twell_lab.layers.terms import layer_terms
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training.config import learning_rate
 from twell_lab.training.loop import initial_model, train
 from twell_lab.training.objective import bits_per_byte, cross_entropy
-from twell_lab.training.text.source import of_pieces, random_windows
+from twell_lab.training.text.source import random_windows
 
 # The loss
 
@@ -138,4 +138,4 @@ def test_a_missing_device_is_named(tiny, missing):
 @pytest.mark.parametrize("size, words", [(100, "8 windows of 16 need at least 129"), (1, "at least 2")])
 def test_too_little_text_names_what_it_needs(tiny, size, words):
     with pytest.raises(TextError, match=words):
-        train(tiny(text=of_pieces("short", [bytes(size)]), batch=8), progress=False)
+        train(tiny(text=text_of(bytes(size)), batch=8), progress=False)

@@ -1,1 +1,1 @@
-"""Notebook 11: the backward pass by hand (data), recorded steps (measured), a run that switches layers (live)."""
+"""Notebook 11: the backward pass by hand , training steps recorded and timed here, a run that switches layers."""

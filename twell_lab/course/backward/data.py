@@ -1,26 +1,35 @@
-"""The backward pass of a sparse layer, as notebook 11 computes it: a small layer, and what is kept. Nothing is drawn.
+"""The backward pass of a sparse layer, as notebook 11 computes it: a small layer, what is kept, and training steps,
+recorded and the reader's own. Nothing is drawn.
 
 A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T. dy is the gradient of the loss in y, and c * sum |h|
-is added to the loss.
+is added to the loss. Rows of steps are those of kind "training" (twell_lab.bench.training), each with `where`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...ops import clock as clocks
+from ..notebook import sixteen_bits
+from ..recorded import GRAPH, LOGNORMAL, newest, timed_here
+
+KIND = "training"  # how the records' names begin, too
+TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
+SIZE = 2**-6  # of what comes from above: with 1, weights' gradients would pass what float16 holds, on GPUs that need it
+SPARSE = "forced twell"
+WHOLE = "whole step"
+
 # ---- a layer small enough to draw ----
 
 
 class Case(NamedTuple):
-    """A gated layer, its input, and the gradient that comes back from above: all float64.
-
-    x, dy: [tokens, d_model]; gate, up: [d_ff, d_model]; down: [d_model, d_ff].
-    """
+    """A gated layer, its input, and the gradient that comes back from above: all float64. x, dy: [tokens, d_model];
+    gate, up: [d_ff, d_model]; down: [d_model, d_ff]."""
 
     x: Tensor
     gate: Tensor
@@ -45,29 +54,13 @@ def drawn(tokens: int = 24, d_model: int = 16, d_ff: int = 40, seed: int = 0) ->
     return Case(x, gate, up, down, dy)
 
 
-def exact(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, dy: Tensor, c: float) -> tuple[Tensor, ...]:
-    """(dx, dgate, dup, ddown) by torch's autograd through the dense layer."""
-    x, gate, up, down = leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, gate, up, down)]
-    with torch.enable_grad():
-        h = (x @ gate.T).relu() * (x @ up.T)
-        return torch.autograd.grad((h @ down.T * dy).sum() + c * h.abs().sum(), leaves)
-
-
-def worst(got: Iterable[Tensor], want: Iterable[Tensor]) -> float:
-    """The largest |got - want| / |want| of these pairs of gradients."""
-    pairs = ((mine.double(), right.double()) for mine, right in zip(got, want, strict=True))
-    return max(float((mine - right).norm() / right.norm().clamp(min=1e-300)) for mine, right in pairs)
-
-
 # ---- memory by tensor ----
 
 
 @contextmanager
 def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
-    """A context in which what autograd saves is listed: shape and bytes. Tensors that share memory count once.
-
-    The module's parameters are left out, since they are in memory anyway.
-    """
+    """A context in which what autograd saves is listed: shape and bytes. Tensors that share memory count once; the
+    module's parameters are left out, since they are in memory anyway."""
     ours = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     found: list[dict] = []
     alive: list[Tensor] = []  # holds them, so that no memory is freed and used again while they are counted
@@ -83,3 +76,72 @@ def saved_tensors(module: nn.Module) -> Iterator[list[dict]]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield found
     alive.clear()
+
+
+# ---- training steps ----
+
+
+def recorded(device: str = "H100") -> list[dict]:
+    """Steps of layers on TOKENS tokens and of whole models that were recorded on a GPU with `device` in its name; of
+    equal measurements the newest."""
+
+    def wanted(row: dict) -> bool:
+        known = row.get("kind") == KIND and row.get("nnz") is not None and not row["path"].endswith(GRAPH)
+        return known and (row["tokens"] == TOKENS or row["workload"].startswith(WHOLE))
+
+    return newest(KIND, device, wanted)
+
+
+def layers(rows: Iterable[dict]) -> list[dict]:
+    """The rows of one gated layer of TOKENS, D_MODEL and D_FF in which a few neurons fire often, by nnz."""
+    sizes = {"tokens": TOKENS, "d_model": D_MODEL, "d_ff": D_FF, "workload": LOGNORMAL}
+    found = [row for row in rows if sizes.items() <= row.items() and row.get("gated", True)]
+    return sorted(found, key=lambda row: row["nnz"])
+
+
+def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[dict]:
+    """The dense and the sparse step, eager, checked and then timed on this machine's GPU, as rows.
+
+    [] without a GPU, and, with a printed reason, if the GPU cannot do it.
+    """
+    from ...bench import forward
+
+    def rows(nnz: float) -> list[dict]:
+        layer, inputs, _ = forward.Case(tokens, nnz, dtype=sixteen_bits("cuda")).draw()
+        return step_rows(layer, inputs, nnz)
+
+    return timed_here(lambda: [row for nnz in nnzs for row in rows(nnz)])
+
+
+def step_rows(
+    layer,
+    inputs: list[Tensor],
+    nnz: float,
+    clock: Callable = clocks.time_cuda,
+    peak_bytes: Callable = clocks.peak_bytes,
+) -> list[dict]:
+    """The training step of one gated layer, dense and sparse, checked and then timed: rows as in the record.
+
+    inputs: [tokens, d_model] each. clock: takes calls by name and gives the milliseconds of each, as
+    ops.clock.time_cuda does. peak_bytes: the peak memory of a call, as ops.clock.peak_bytes. Raises WrongResult if
+    a gradient is off by 5% of its norm or more.
+    """
+    from ...bench import training as tables
+
+    weights = tuple(each.weight.detach().requires_grad_() for each in (layer.gate_proj, layer.up_proj, layer.down_proj))
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    grads = [torch.randn_like(x) * SIZE for x in inputs]
+    layers = {"dense eager": tables.dense_layer, SPARSE: tables.our_layer("twell")}
+    calls = {path: tables.step_of(each, weights, inputs, grads) for path, each in layers.items()}
+    for mine, theirs in zip(calls[SPARSE](0), calls["dense eager"](0), strict=True):
+        mine, theirs = mine.detach().double(), theirs.detach().double()
+        off = float((mine - theirs).norm() / theirs.norm())
+        if not off < 0.05:
+            raise clocks.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
+    peaks = {path: peak_bytes(call) for path, call in calls.items()}
+    (d_ff, d_model), device = layer.gate_proj.weight.shape, torch.cuda.get_device_name()
+    shared = {"kind": KIND, "device": device, "where": f"yours, now, on {device}", "workload": LOGNORMAL, "gated": True}
+    shared |= {"tokens": len(inputs[0]), "d_model": d_model, "d_ff": d_ff, "nnz": nnz}
+    ms = {path: clocks.quartiles(samples)[0] for path, samples in clock(calls).items()}
+    facts = {path: {"x_dense": ms["dense eager"] / each, "peak_bytes": peaks[path]} for path, each in ms.items()}
+    return [shared | {"path": path, "ms": each} | facts[path] for path, each in ms.items()]

@@ -8,10 +8,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ..charts import bars, finish, grids, groups, lines, one
-from ..drawing import say
-from ..roofline.data import Rates
-from .measured import D_FF, D_MODEL, SPARSE, TOKENS
+from ...analysis.costs import Rates
+from ..charts import bars, finish, grids, groups, lines, one, say
+from .data import D_FF, D_MODEL, SPARSE, TOKENS
 
 NOTHING, KEPT = "#F4F4F4", plots.BLUE
 KINDS = {"zero": NOTHING, "not zero, gate silent": "#F3C98B", "not zero, gate fired": KEPT}
@@ -57,7 +56,7 @@ def product(fired, d_model: int, row: int, of: str) -> go.Figure:
 def budget(floors: dict[int, dict[str, float]], reached: Rates, recorded: list[dict] = ()) -> go.Figure:
     """The least time of a sparse step by part, for each nnz, beside that of a dense one; recorded steps as marks.
 
-    floors: nnz -> part -> ms, at the rates `reached`; recorded: rows of measured.layers."""
+    floors: nnz -> part -> ms, at the rates `reached`; recorded: rows of data.layers."""
     name = {nnz: f"nnz {nnz}: {sum(parts.values()):.2f} ms" for nnz, parts in floors.items()}
     rows = [{"name": name[nnz], "part": part, "ms": ms} for nnz, parts in floors.items() for part, ms in parts.items()]
     said = lambda row: f"{row['part']}: {row['ms']:.3g} ms"
@@ -68,12 +67,14 @@ def budget(floors: dict[int, dict[str, float]], reached: Rates, recorded: list[d
     edge = {"size": 12, "marker": {"line": {"color": "white", "width": 1}}}
     looks = {f"{path}, recorded": edge | {"colour": plots.INK, "symbol": symbol} for path, symbol in marks.items()}
     lines(figure, timed, "name", "ms", "part", hover=said, looks=looks, mode="markers")
-    dense = 1e3 * 9 * 2 * TOKENS * D_MODEL * D_FF / reached.tensor
+    dense = 1e3 * 9 * 2 * TOKENS * D_MODEL * D_FF / reached.matmul
     figure.add_hline(y=dense, line={"color": plots.INK, "width": 1, "dash": "dash"})
     text = f"nine dense products on the tensor cores: {dense:.2f} ms"
     say(figure, 0, dense, text, "left", 11, xref="paper", yanchor="top")
     rates = "{:.0f} TFLOP/s, {:.1f} TB/s from memory, {:.1f} from the L2"
-    told = "at rates that an H100 reached: " + rates.format(*(rate / 1e12 for rate in reached[:3]))
+    told = "at rates that an H100 reached: " + rates.format(
+        *(rate / 1e12 for rate in (reached.matmul, reached.bandwidth, reached.l2))
+    )
     title = "The parts of a sparse step, if every row came from the L2 cache"
     axes = {"x": "neurons firing for a token on average, and the sum of the parts", "y": "ms, 16,384 tokens"}
     return finish(figure, title, timed, 330, also=[told], **axes).update_layout(barmode="stack")
@@ -82,7 +83,7 @@ def budget(floors: dict[int, dict[str, float]], reached: Rates, recorded: list[d
 def steps(rows: list[dict]) -> go.Figure:
     """Training steps: times as fast as dense, over nnz; eager against eager, compiled against compiled.
 
-    rows: of measured.layers, recorded (dotted) and yours."""
+    rows: of data.layers, recorded (dotted) and yours."""
     times = lambda row: row.get("x_compiled" if row["path"] == "planned compiled" else "x_dense")
     mine = lambda row: not row["where"].startswith("recorded")
     name = lambda row: PATHS[row["path"]] + f", {row['where']}" * mine(row)

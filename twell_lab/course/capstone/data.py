@@ -8,14 +8,14 @@ counts may win "predicted gold", which is no measurement.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from .cases import COUNTED, D_FF, D_MODEL, NNZ, TIMED
 
 POINTERS = ("packed", "gate", "down_t", "y")
 SILVER, GOLD = 1.5, 1.25
-BRONZE_MEDAL, SILVER_MEDAL, PREDICTED_MEDAL, GOLD_MEDAL = "bronze", "silver", "predicted gold", "gold"
 LARGEST = 1 << 20  # bytes of a kernel's file
 STEPS = 10_000_000  # of a block that are kept, to see whether all threads meet: none of the launches makes as many
 SECONDS = 20.0  # a launch in the simulator may take: a loop that never ends is stopped
@@ -61,19 +60,6 @@ class Judged:
     def sectors(self) -> int | None:
         """That its loads touch."""
         return self.counts and self.counts.global_reads.sectors
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A kernel judged here: in the simulator, and on the GPU where there is one. rows: of kind "capstone", times; []
-    without a GPU. on_gpu: a line about the GPU. record: what can be shared; None where there is no medal."""
-
-    judged: Judged
-    medal: str | None
-    said: str
-    on_gpu: str
-    rows: list[dict] = field(default_factory=list)
-    record: records.Record | None = None
 
 
 def source(file: str | Path) -> str:
@@ -109,7 +95,7 @@ def launcher(
     text = source(file)
     threads = threads_of(text)
     if device == "cuda":
-        return gpu.Mine(text, threads, gpu.dtype_here()).launch
+        return gpu.Mine(text, threads, clocks.dtype_for("cuda")).launch
     program = simulator.compile(Path(file).absolute(), {"VALUE_BF16": True})
     watch = None if counted is None else "counts"
 
@@ -142,7 +128,11 @@ def judge(file: str | Path, name: str = "down") -> Judged:
             launches = {plainest: "counts", **dict.fromkeys(others, "faults"), cases.counted(): "counts"}
         for of, watch in launches.items():
             with_what, y = f"with {of.said}: ", of.y()
-            run = _launch(program, name, of, y, threads, watch)
+            arguments = (of.packed, of.gate, of.down_t, y, of.down_t.shape[1], of.columns, TILE, WORDS)
+            rows, how = len(of.packed), {"watch": watch, "steps": STEPS, "seconds": SECONDS}
+            if of.columns != D_FF:  # that one makes more steps than are worth keeping
+                how["trace"] = rows - 1
+            run = program.launch(name, rows, threads, arguments, **how)
             counts = run.counts
             if found := cases.wrong(of, y) or counts and _silent_rows(program, name, of, counts):
                 return Judged(False, with_what + found)
@@ -159,13 +149,6 @@ def judge(file: str | Path, name: str = "down") -> Judged:
     sectors, least = counts.global_reads.sectors, cases.floor_sectors(of)
     said = f"{sectors:,} sectors read where {least:,} are the floor, {sectors / least:.2f} times as many"
     return Judged(True, f"right on every input, no fault; {said}.", counts, least)
-
-
-def _launch(program, name: str, of: cases.Case, y: torch.Tensor, threads: int, watch: str) -> simulator.program.Run:
-    arguments = (of.packed, of.gate, of.down_t, y, of.down_t.shape[1], of.columns, TILE, WORDS)
-    rows, counted = len(of.packed), of.columns == D_FF  # more steps than are worth keeping
-    trace = None if counted else rows - 1
-    return program.launch(name, rows, threads, arguments, watch=watch, trace=trace, steps=STEPS, seconds=SECONDS)
 
 
 def _crowded(program, name: str, of: cases.Case, fault: Fault) -> str:
@@ -226,8 +209,7 @@ def least_us(l2_bytes: float, memory_bytes: float, l2_rate: float, memory_rate: 
     return 1e6 * max(l2_bytes / l2_rate, memory_bytes / memory_rate)
 
 
-@dataclass(frozen=True)
-class Predicted:
+class Predicted(NamedTuple):
     """For TIMED rows on a GPU. l2_bytes: every sector that a block reads, once for each block, and what is written;
     memory_bytes: every different sector once, and rows that the L2 does not keep again for each block. limit: the
     slowest part of the GPU (simulator.predicted_time)."""
@@ -276,17 +258,9 @@ def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
     found = []
     for version, each in counts.items():
         guess, row = predicted(each, device), shown.get(version)
-        found.append(
-            {
-                "version": version,
-                "sectors": each.global_reads.sectors,
-                "floor": judged.floor or floor(),
-                "predicted_us": guess.us,
-                "gpu": guess.gpu,
-                "measured_us": row and 1e3 * row["ms"],
-                "where": row and row.get("where", f"yours, now, on {device}"),
-            }
-        )
+        made = {"version": version, "sectors": each.global_reads.sectors, "floor": judged.floor or floor()}
+        made |= {"predicted_us": guess.us, "gpu": guess.gpu, "measured_us": row and 1e3 * row["ms"]}
+        found.append(made | {"where": row and row.get("where", f"yours, now, on {device}")})
     return found
 
 
@@ -299,7 +273,7 @@ def timed_here(file: str | Path, judged: Judged) -> tuple[str, list[dict]]:
         return "Not run on the GPU: the simulator's verdict comes first.", []
     here, text = torch.cuda.get_device_name(), source(file)
     try:
-        mine = gpu.Mine(text, threads_of(text), gpu.dtype_here())
+        mine = gpu.Mine(text, threads_of(text), clocks.dtype_for("cuda"))
         if found := gpu.wrong(mine):
             return f"The simulator finds nothing wrong, but on {here}, {found}", []
         rows = gpu.timed(mine)
@@ -323,11 +297,11 @@ def medal(judged: Judged, rows: list[dict] | None = None) -> str | None:
     if not judged.right:
         return None
     if judged.sectors > SILVER * judged.floor:
-        return BRONZE_MEDAL
+        return "bronze"
     times = against_v2(rows or [])
     if times is None:
-        return PREDICTED_MEDAL if predicted(judged.counts).us <= GOLD * floor_us(judged) else SILVER_MEDAL
-    return GOLD_MEDAL if times <= GOLD else SILVER_MEDAL
+        return "predicted gold" if predicted(judged.counts).us <= GOLD * floor_us(judged) else "silver"
+    return "gold" if times <= GOLD else "silver"
 
 
 def floor_us(judged: Judged) -> float:
@@ -342,9 +316,9 @@ def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -
     times = against_v2(rows or [])
     if won is None:
         return "Bronze is for a right result."
-    if won == BRONZE_MEDAL:
+    if won == "bronze":
         return f"Silver is for {int(SILVER * judged.floor):,} sectors or fewer."
-    if won == GOLD_MEDAL:
+    if won == "gold":
         return f"{times:.2f} times the time of down_v2: there is no more to win."
     took = "nothing was timed" if times is None else f"yours takes {times:.2f} times as long"
     gold = f"Gold is for {GOLD} times the time of down_v2 on a GPU, or less; {took}."
@@ -352,37 +326,32 @@ def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -
         return gold
     guess = predicted(judged.counts)
     least = f"{guess.us:,.0f} us on {guess.gpu}, and {floor_us(judged):,.0f} us for the floor's sectors"
-    if won == PREDICTED_MEDAL:
+    if won == "predicted gold":
         return f"The counts predict {least}. That is no measurement: no wait is in it. {gold}"
     return f"The counts predict {least}; predicted gold is for {GOLD} times that, or less. {gold}"
 
 
-def submit(file: str | Path) -> Submission:
-    """Judge a kernel in the simulator and, where there is one, on the GPU, and make a record of it.
+def submit(file: str | Path) -> tuple[str, str, records.Record | None]:
+    """Judge a kernel in the simulator and, where there is one, on the GPU. Returns a line about it, one about the GPU,
+    and a record that can be shared, with times on the GPU as rows of kind "capstone"; None where there is no medal.
 
     Raises InputError where there is no such file, StackError where there is no compiler for the simulator."""
     simulator.compiler()
     judged = judge(file)
     if not judged.right:
-        return Submission(judged, None, f"Not yet: {judged.said}", "")
+        return f"Not yet: {judged.said}", "", None
     on_gpu, rows = timed_here(file, judged)
-    won = medal(judged, rows)
-    said = f"{won}: {judged.said} {next_step(won, judged, rows)}"
-    return Submission(judged, won, said, on_gpu, rows, _record(file, judged, won, on_gpu, rows))
-
-
-def _record(file: str | Path, judged: Judged, won: str, on_gpu: str, rows: list[dict]) -> records.Record:
-    text, counts = source(file), judged.counts
-    guess = dataclasses.asdict(predicted(counts, rows[0]["device"] if rows else None))
+    won, text = medal(judged, rows), source(file)
     counted = {
         "what": f"the simulator's counts for {COUNTED} rows of {D_FF:,} columns, d_model {D_MODEL:,}",
         "sectors_read": judged.sectors,
         "floor": judged.floor,
-        "load_instructions": counts.global_reads.requests,
-        "sectors_written": counts.global_writes.sectors,
-        "barriers": counts.barriers,
+        "load_instructions": judged.counts.global_reads.requests,
+        "sectors_written": judged.counts.global_writes.sectors,
+        "barriers": judged.counts.barriers,
         "threads": threads_of(text),
     }
+    guess = predicted(judged.counts, rows[0]["device"] if rows else None)._asdict()
     notes = {
         "medal": won,
         "on_gpu": on_gpu.partition("\n")[0],
@@ -391,6 +360,6 @@ def _record(file: str | Path, judged: Judged, won: str, on_gpu: str, rows: list[
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "source": text,
     }
-    return records.Record.new(
-        "capstone", f"A reader's kernel for down, from TwELL words: {won}.", [counted, *rows], notes
-    )
+    said = f"A reader's kernel for down, from TwELL words: {won}."
+    record = records.Record.new("capstone", said, [counted, *rows], notes)
+    return f"{won}: {judged.said} {next_step(won, judged, rows)}", on_gpu, record

@@ -29,11 +29,6 @@ CHECKED = 64  # rows of the timed launch that are compared with float64
 _KEPT: list = []  # modules must outlive the launches
 
 
-def dtype_here() -> torch.dtype:
-    """bfloat16, or float16 on a GPU that is older than it."""
-    return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
-
-
 def cubin(text: str, name: str, arch: str, flags: Iterable[str] = ()) -> bytes:
     """The cubin of a source, for an architecture such as "sm_75". flags: such as where its headers are.
 
@@ -108,7 +103,7 @@ class Mine(Kernel):
 
 def wrong(mine: Mine) -> str | None:
     """Return what is wrong with it on the inputs of `cases.small`, in words; None if nothing is."""
-    for of in cases.small(mine.threads, dtype_here()):
+    for of in cases.small(mine.threads, clocks.dtype_for("cuda")):
         y = mine.launch(*(t.cuda() for t in (of.packed, of.gate, of.down_t, of.y())))
         if found := cases.wrong(of, y.cpu()):
             return f"with {of.said}: {found}"
@@ -119,7 +114,7 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     """Rows of kind "capstone": the reader's kernel and each version of the library's, cold, in turn.
 
     Raises clocks.WrongResult, before any clock starts, for one whose rows are not as in float64."""
-    dtype = dtype_here()
+    dtype = clocks.dtype_for("cuda")
     dense, inputs = clocks.workload(tokens, D_MODEL, D_FF, NNZ, "lognormal", dtype, "cuda")
     down_t = dense.down_proj.weight.detach().t().contiguous()
     gates = [linear(x, dense.gate_proj.weight) for x in inputs]

@@ -1,58 +1,21 @@
-"""What the notebook on choosing a path computes: methods that skip silent neurons, or tokens, on the same layers and
-clocks, and which of them is fastest where.
-
-Each method is held against the dense layer before it is timed, unless it is lossy or another layer, which its name
-says."""
+"""What the notebook on choosing a path computes: what methods that skip silent neurons compute, and which of them is
+fastest where. Each is held against the dense layer before it is timed, unless it is lossy or another layer, which its
+name says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from ... import records
-from ...analysis.profile import activations
-from ...bench import comparison, methods
+from ...bench import methods
 from ...bench import rows as bench_rows
-from ...bench.comparison import SCATTERED, TALL, Shape, quantile
-from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, PREDICTED, RANK, SHARES, SPLIT, TILES, sizes_for
-from ...layers.choice import Choice
-from ...layers.paths import STEP
-from ...models.tiny import LanguageModel
+from ...bench.comparison import quantile
+from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, SHARES, SPLIT, sizes_for
 from ...ops import clock
-from ...ops.clock import dtype_for
-from ...sparsities.few_neurons import core_neurons, remove
-from ...sparsities.predictors import Predictors
-from ...training.text import source
 from ..recorded import LOGNORMAL, newest
-from ..sweep.data import checkpoint
-
-# ---- a small model, and what fires in it ----
-
-
-class Study(NamedTuple):
-    """A small trained model. windows: int64 [windows, context], held-out text; seen: of the text it was trained on.
-    fires: bool [tokens, d_ff] of each layer, on some of the held-out text."""
-
-    model: LanguageModel
-    windows: Tensor
-    seen: Tensor
-    fires: list[Tensor]
-
-
-def study() -> Study:
-    """The model small, on Python source."""
-    model, parts = checkpoint("small"), source.standard_library().split()
-    seen, held_out = (
-        source.spread_windows(part.tokens, count, 128)[:, :-1].long() for part, count in zip(parts, (64, 16))
-    )
-    fires = [activations(model, held_out, layer)[1] > 0 for layer in range(model.config.layers)]
-    return Study(model, held_out, seen, fires)
-
 
 SKIPPED, FOR_NOTHING, NEEDED, MISSED = range(4)
 
@@ -75,37 +38,9 @@ def works(fires: Tensor, tokens: int = 64, neurons: int = 64) -> dict[str, Tenso
     return {name: torch.where(here, done, missing) for name, here in computed.items()}
 
 
-# ---- micro-tiles ----
-
-
 def occupied(density: float, height: int) -> float:
     """The share of a stripe's columns that hold anything, if each of `height` values is there independently."""
     return 1 - (1 - density) ** height
-
-
-def products_here(device: str, sparsities: Sequence[float] = (0.5, 0.75, 0.9, 0.95, 0.99)) -> list[dict]:
-    """Rows of comparison.product_rows for micro-tiles, on scattered zeros and on tiles of 32 x 1, with `where`."""
-    shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(512, 1024, 256, torch.float32, "cpu", 0.2)
-    tiled = [method for method in comparison.METHODS if method.name == TILES]
-    cases = [(pattern, sparsity) for pattern in (SCATTERED, TALL) for sparsity in sparsities]
-    made = [row for case in cases for row in comparison.product_rows(*case, shape, tiled)]
-    return [row | {"where": _here(device)} for row in made]
-
-
-# ---- padding ----
-
-
-@torch.no_grad()
-def padding_rows(device: str, shares: Sequence[float] = (1.0, 0.75, 0.5, 0.25)) -> list[dict]:
-    """{real (share of the rows), path, ms, where}: a dense layer on a padded batch, on its real rows, and on as many
-    rows that were never apart."""
-    timed = [row for share in shares for row in methods.padding_rows(share, 1, sizes_for(device))]
-    made = [{"real": row["real"] / row["tokens"], "ms": row["ms"], "path": row["path"]} for row in timed]
-    padded = {bench_rows.DENSE: "padded"}
-    return [row | {"path": padded.get(row["path"], row["path"]), "where": _here(device)} for row in made]
-
-
-# ---- hot and cold ----
 
 
 def hot_neurons(shares: Tensor, times: float) -> Tensor:
@@ -115,118 +50,11 @@ def hot_neurons(shares: Tensor, times: float) -> Tensor:
     return order[shares[order] * times > 1]
 
 
-@torch.no_grad()
-def hot_rows(device: str, recorded: Iterable[dict] = (), share: float = 1 / 64) -> list[dict]:
-    """{hot, d_ff, x_dense, low, high, where}: a layer in which this share of the neurons fires, by how many of them are
-    computed densely, timed here in turns with the dense layer; low to high holds eight in ten turns. And the rows of
-    `recorded_map` whose share is within a factor of two, at the most tokens, without low and high."""
-    sizes = sizes_for(device)
-    layer, x = methods.drawn(share, sizes, sizes.tokens[-1] // 2)
-    step = max(1, sizes.d_ff // 8 // STEP) * STEP
-    calls: bench_rows.Calls = {DENSE: bench_rows.over(layer, [x])}
-    hots = range(0, sizes.d_ff, step)
-    for hot in hots:
-        swapped = methods.swapped(layer, Choice("hot_cold", hot) if hot else Choice("twell"))
-        methods.check_close(f"hot {hot}", swapped(x), layer(x))
-        calls[str(hot)] = bench_rows.over(swapped, [x])
-    took, _ = bench_rows.clocked(calls, x.device, 1.0, rounds=10)
-    shared, made = {"d_ff": sizes.d_ff, "where": _here(device)}, []
-    for hot in hots:
-        turns = [dense / mine for dense, mine in zip(took[DENSE], took[str(hot)])]
-        low, middle, high = (quantile(turns, share) for share in (0.1, 0.5, 0.9))
-        made.append({**shared, "hot": hot, "x_dense": middle, "low": low, "high": high})
-    for row in recorded:
-        if row["tokens"] == 16384 and share / 2 < row["share"] < 2 * share:
-            where = f"{row['where']}: {row['share'] * row['d_ff']:.0f} of {row['d_ff']:,} fire"
-            made.append({"hot": row["hot"], "d_ff": row["d_ff"], "x_dense": row["x_dense"], "where": where})
-    return sorted(made, key=lambda row: row["hot"])
-
-
-# ---- experts ----
-
-
-@torch.no_grad()
-def expert_rows(device: str, counts: Sequence[int] = (4, 8, 16, 32, 64)) -> list[dict]:
-    """{experts, routing, way, ms, where}: as many weights in more and smaller experts, two to a token, with tokens
-    spread evenly and all to the same two, computed in each way of sparsities.experts."""
-    d_model, total, tokens = (2048, 65536, 4096) if device == "cuda" else (128, 4096, 256)
-    made, sizes = [], replace(sizes_for(device), d_model=d_model, tokens=(tokens,))
-    for count in counts:
-        for routing in ("spread", "all to the same two"):
-            here = replace(sizes, expert_d_ff=total // count)
-            rows = methods.experts_rows(count, here, crowded=routing != "spread")
-            shared = {"experts": count, "routing": routing, "where": _here(device)}
-            ways = {row["path"]: row["ms"] for row in rows if row["path"] != methods.WHOLE}
-            made += [shared | {"way": "loop" if way == bench_rows.DENSE else way, "ms": ms} for way, ms in ways.items()]
-    return made
-
-
-# ---- predictors, and one token ----
-
-
-@torch.no_grad()
-def second_halves(model: LanguageModel, windows: Tensor, at: Callable[[Tensor], object] | None = None) -> Tensor:
-    """Return the mean loss of the second half of each window, in nats a token, float64 [n]. at: called with the first
-    half [1, length] of each window, the prompt of core neurons, before the model reads it."""
-    losses = []
-    for window in windows.split(1):
-        half = window.shape[1] // 2
-        if at is not None:
-            at(window[:, :half])
-        scores = model(window[:, :-1])[0, half - 1 :]
-        losses.append(cross_entropy(scores.float(), window[0, half:]).double().cpu())
-    return torch.stack(losses)
-
-
-@torch.no_grad()
-def lossy_rows(
-    subject: Study,
-    found: Predictors,
-    recalls: Sequence[float] = (0.5, 0.8, 0.95, 0.99),
-    shares: Sequence[float] = (0.1, 0.3, 0.7),
-) -> list[dict]:
-    """{way, computed (share of the neurons), more (share of the dense loss)}: the model with predicted neurons, and
-    with the core neurons of each window's first half; the loss is that of second halves. "what fires" loses nothing."""
-    model, windows = subject.model, subject.windows
-    dense = float(second_halves(model, windows).mean())
-    firing = sum(float(each.double().mean()) for each in subject.fires) / len(subject.fires)
-    made = [{"way": "what fires: the gate decides", "computed": firing, "more": 0.0}]
-
-    def row(way: str, sparsity: float, at: Callable | None = None) -> None:
-        more = float(second_halves(model, windows, at).mean()) / dense - 1
-        made.append({"way": way, "computed": 1 - sparsity, "more": more})
-
-    try:
-        for recall in recalls:
-            at = found.at(recall)
-            at.apply(model)
-            row("predicted for each token", at.sparsity)
-            remove(model)
-        for share in shares:
-            again = lambda prompt, share=share: core_neurons(remove(model), prompt, share).apply(model)
-            row("the prompt's core neurons", 1 - share, again)
-    finally:
-        remove(model)
-    return made
-
-
 def token_bytes(d_model: int, d_ff: int, firing: int, rank: int, chosen: int, size: int) -> tuple[int, int, int]:
     """Bytes of weights that one token needs in a gated layer: dense; packed; and with a predictor of this rank that has
     `chosen` neurons computed. size: bytes of a value."""
     row = d_model * size
     return 3 * d_ff * row, (d_ff + 2 * firing) * row, rank * (d_model + d_ff) * size + 3 * chosen * row
-
-
-def token_rows(rows: Iterable[dict], device: str) -> list[dict]:
-    """{share, method, x_dense, bytes_x, where}: the rows of `map_rows` of one token, packed and with a predictor: times
-    as fast as dense as it was timed, and by bytes."""
-    sizes, size, made = sizes_for(device), dtype_for(device).itemsize, []
-    for row in rows:
-        if row["tokens"] == 1 and row["method"] in (PACKED, PREDICTED):
-            firing = max(1, round(row["share"] * sizes.d_ff))
-            dense, packed, predicted = token_bytes(sizes.d_model, sizes.d_ff, firing, RANK, firing, size)
-            made.append(row | {"bytes_x": dense / (packed if row["method"] == PACKED else predicted)})
-    return made
 
 
 # ---- the map ----
@@ -237,7 +65,7 @@ def map_rows(device: str, shares: Sequence[float] = SHARES) -> list[dict]:
     """{method, tokens, share, ms, x_dense, exact, where}: a gated layer at each share of firing neurons and number of
     tokens, by each method. Experts compute the same share of as many weights, and are another layer. The predictor is
     at its best: it chooses no more neurons than fire, and is not trained."""
-    sizes, where = sizes_for(device), _here(device)
+    sizes, where = sizes_for(device), here(device)
     made = [_of_map(row | {"where": where}) for share in shares for row in methods.map_rows(share, sizes)]
     for tokens in sizes.tokens:  # who fires is all the same to the dense layer: its times are one, the median
         mine = [row for row in made if row["tokens"] == tokens]
@@ -297,5 +125,6 @@ def winners(rows: Iterable[dict], exact: bool = True) -> dict[tuple[float, int],
     return best
 
 
-def _here(device: str) -> str:
+def here(device: str) -> str:
+    """Return what rows that were timed on this machine say of `where`."""
     return f"yours, now, on {clock.device_name(torch.device(device))}"

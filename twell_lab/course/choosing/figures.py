@@ -10,8 +10,7 @@ from plotly.subplots import make_subplots
 from ... import plots
 from ...bench import methods
 from ...bench.methods import DENSE, EXPERTS, METHODS, PACKED, PREDICTED, SPLIT, TILES
-from ..charts import MARKS, bars, finish, grids, groups, lines, one
-from ..drawing import legend_key, squares
+from ..charts import MARKS, bars, finish, grids, groups, legend_key, lines, one, squares
 from . import data
 
 COLOUR = {

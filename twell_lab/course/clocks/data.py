@@ -6,7 +6,6 @@ before: there a worker thread stands in for it (`Queue`), which is a simulation 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -19,28 +18,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...bench.comparison import quantile
-from ...formats.classic import CSR
-from ...formats.matrix import rows_of
 from ..measure.data import Samples, median, ms, relative_error
 
 Call = Callable[[], object]
-
-
-def without_multiplying(a: CSR, b: Tensor) -> Tensor:
-    """A wrong product on purpose, shaped as a @ b, which never reads the values of b: the sum of each row's stored
-    values, in every column. Such a kernel is easily written by mistake, and it is fast."""
-    sums = b.new_zeros(a.shape[0]).index_add_(0, rows_of(a.pointer, a.nnz), a.value)
-    return sums[:, None].expand(-1, b.shape[1]).contiguous()
 
 
 # ---- a queue, and clocks that wait for it or do not ----
 
 
 class Queue:
-    """A queue of calls that are done later: a GPU's stream or, on a CPU, a worker thread in its place.
-
-    `launch(call)` returns at once on both; `synchronize()` waits until all launched calls are done.
-    """
+    """A queue of calls that are done later: a GPU's stream or, on a CPU, a worker thread in its place. `launch` returns
+    at once on both; `synchronize` waits until all launched calls are done."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -97,15 +85,6 @@ def in_turns(calls: dict[str, Call], queue: Queue, rounds: int = 15) -> Samples:
 def other_data(device: str) -> Tensor:
     """More bytes than a cache of this device holds."""
     return torch.empty(2**28 if device == "cuda" else 2**26, dtype=torch.uint8, device=device)
-
-
-def cached_side(device: str) -> int:
-    """A width of square 16-bit weights that two thirds of a GPU's L2 cache hold: a power of two, at most 4096. On a CPU
-    one of its caches holds 1024."""
-    if device != "cuda":
-        return 1024
-    holds = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) * 2 // 3
-    return min(4096, 2 ** (math.isqrt(holds // 2).bit_length() - 1)) if holds else 1024
 
 
 @contextmanager

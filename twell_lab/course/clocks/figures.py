@@ -8,8 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ..charts import bars, finish, lines, one
-from ..drawing import say
+from ..charts import bars, finish, lines, one, say
 from ..measure.data import ms
 from .data import quiet, ratio
 

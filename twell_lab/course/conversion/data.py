@@ -7,37 +7,19 @@ of the model it is held against, with its 95% interval; `low` and `high` are Non
 
 from __future__ import annotations
 
-import copy
-import math
-import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ... import records
 from ...analysis.profile import profile
-from ...layers.find import feed_forwards
-from ...layers.terms import LayerTerm, layer_terms
-from ...models.relufy import relufy
 from ...models.thresholds import Calibration, LossChange, calibrate, losses
-from ...models.tiny import LanguageModel, ModelConfig
-from ...training.config import TrainConfig, learning_rate
-from ...training.objective import l1_coefficient
 from ...training.sweep import pressed
-from ...training.text.source import Text, random_windows
-from ..own_model.data import read, windows
-from ..sweep.data import folder, where
-from ..training.data import SMALL
+from ..own_model import read, windows
+from ..sweep import folder, where
 
 HERE = "here, now"
-# The SiLU model, and how its copies are trained on: half of the first peak, and L1 grown after a delay, as
-# twell_lab.models.relufy says.
-MODEL = replace(SMALL, steps=150)
-ON = replace(SMALL, steps=60, lr=5e-3, warmup=10, l1_delay=10, l1_warmup=20, seed=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +39,6 @@ class Judged:
     def density(self) -> float:
         """The share of values that are not zero without a threshold."""
         return _left(self.calibration, 0.0)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """The loss of a model whose tokens are bytes, mean over windows."""
-        return self.alone.mean().item() / math.log(2)
 
 
 def judge(what: str, model: nn.Module, seen: Tensor, held_out: Tensor) -> Judged:
@@ -89,7 +66,7 @@ def cut(judged: Judged, sparsities: Sequence[float]) -> list[dict]:
         finally:
             found.remove(judged.model)
         left = _left(judged.calibration, sparsity)
-        change = LossChange.of(judged.alone, after, judged.windows.shape[1] - 1)
+        change = LossChange.of(judged.alone, after)
         points.append(_point("cut", judged.what, f"cut {sparsity:.0%}", left, change))
     return points
 
@@ -123,70 +100,12 @@ def _point(way: str, model: str, what: str, density: float, change: LossChange) 
 # ---- convert ----
 
 
-def smooth(text: Text, config: TrainConfig = MODEL, device: str = "cpu") -> LanguageModel:
-    """A model whose feed-forward layers have a SiLU, trained on this text by `further`."""
-    torch.manual_seed(config.seed)
-    sizes = {name: getattr(config, name) for name in ("d_model", "layers", "heads", "d_ff", "context")}
-    model = LanguageModel(ModelConfig(**sizes)).to(device)
-    for layer in feed_forwards(model):
-        layer.module.act_fn = nn.SiLU()
-    further(model, text, config)
-    return model
-
-
-def to_relu(model: LanguageModel) -> LanguageModel:
-    """A copy with a ReLU in the place of each activation, and the same weights: `twell_lab.relufy`."""
-    # The configuration of such a model says ReLU already, whatever was put in, and relufy warns of that.
-    with warnings.catch_warnings(action="ignore"):
-        return relufy(copy.deepcopy(model), only=lambda name, layer: True)
-
-
-def further(model: LanguageModel, text: Text, config: TrainConfig, held_out: Tensor | None = None) -> list[dict]:
-    """Train a model on, in place, as the config says, and leave it in evaluation mode.
-
-    TrainConfig's own loop counts who fires, which a SiLU does not let it do; this one needs the steps alone. With
-    L1 the model has to be a ReLU's.
-
-    Returns:
-        {step, bits (the loss in bits per byte, for tokens that are bytes)} on the windows `held_out`, before the first
-        step and after every tenth; none without windows.
-    """
-    device, draw = next(model.parameters()).device, torch.Generator().manual_seed(config.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.95))
-    data, history = text.split()[0].tokens, []
-    for step in range(1, config.steps + 1):
-        if held_out is not None and step % 10 == 1:
-            history.append({"step": step - 1, "bits": _bits(model, held_out)})
-        model.train()
-        tokens = random_windows(data, config.batch, config.context, draw).long().to(device)
-        asked: AbstractContextManager[Sequence[LayerTerm]] = layer_terms(model) if config.l1 else nullcontext(())
-        with asked as terms:
-            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        if config.l1:
-            coefficient = l1_coefficient(config.l1, config.l1_delay, config.l1_warmup, step)
-            loss = loss + coefficient * sum(term.l1 for term in terms) / len(terms)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        optimizer.step()
-    model.eval()
-    if held_out is not None:
-        history.append({"step": config.steps, "bits": _bits(model, held_out)})
-    return history
-
-
-def _bits(model: nn.Module, held_out: Tensor) -> float:
-    return losses(model, held_out).mean().item() / math.log(2)
-
-
 def converted(models: dict[str, nn.Module], against: Judged) -> list[dict]:
     """Points of ReLU models, by name, that were converted and perhaps trained on, held against a SiLU model that read
     as much."""
     points = []
     for what, model in models.items():
-        change = LossChange.of(against.alone, losses(model, against.windows), against.windows.shape[1] - 1)
+        change = LossChange.of(against.alone, losses(model, against.windows))
         layers = profile(model, [against.windows]).layers
         density = sum(layer.density for layer in layers) / len(layers)
         points.append(_point("convert", against.what, what, density, change))

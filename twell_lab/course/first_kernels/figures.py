@@ -21,8 +21,7 @@ from ...core import InputError
 from ...plots import decode
 from ...simulator.symbols import Line
 from ...simulator.trace import Step, Trace
-from ..charts import bars, finish, lines
-from ..drawing import frames, squares
+from ..charts import bars, finish, lines, squares
 
 ACROSS = 32  # cells on a line: the lanes of a warp
 ACROSS_WIDE = 16  # where a cell holds several elements, and names several threads
@@ -94,13 +93,13 @@ def move_step_view(figure: go.Figure, trace: Trace, step: int, page: int = CELLS
     figure.layout.title.text = _step_title(trace, trace[step], text or {})
 
 
-def packed_text(words: int, dtype: str = "bfloat16") -> Text:
+def packed_text(words: int) -> Text:
     """The text of a cell for step_view, for a packed array of `words` words a tile: column above value."""
 
     def shown(element: int, word) -> str:
         if element % words == 0:
             return f"<b>{int(word)}</b>"
-        value, column = decode(int(word) % 2 ** (64 if dtype == "float32" else 32), dtype)
+        value, column = decode(int(word) % 2**32, "bfloat16")
         return f"{column}<br>{_short(value)}" if word else ""
 
     return shown
@@ -246,7 +245,8 @@ def _stacked(panels: list[_Panel], colours: Iterable[str], title: str, above: in
     captions = [panel.caption for panel in panels]
     figure = make_subplots(len(panels), 1, row_heights=heights, vertical_spacing=spacing, subplot_titles=captions)
     for row, panel in enumerate(panels, 1):
-        frames(figure, [], row)
+        behind = {"colorscale": [plots.INK, plots.INK], "showscale": False, "hoverinfo": "skip", "hoverongaps": False}
+        figure.add_heatmap(z=[], xgap=1, ygap=1, row=row, col=1, **behind)  # what is framed: its squares show around
         look = {"texttemplate": "%{text}", "textfont": {"size": panel.font}, "xgap": 5, "ygap": 5}
         squares(figure, [], colours, hovertemplate="%{customdata}<extra></extra>", row=row, col=1, **look)
         figure.update_xaxes(range=[-0.5, panel.width - 0.5], row=row, col=1)
@@ -385,15 +385,12 @@ def _short(value) -> str:
         return ""
     if isinstance(value, tuple):
         return f"{len(value)}×"
-    if isinstance(value, float):
-        if math.isfinite(value) and value == int(value) and abs(value) < 1000:
-            return f"{int(value)}"
-        if 0.05 <= abs(value) < 1000:
-            return f"{value:.1f}" if abs(value) < 9.95 else f"{value:.0f}"
-        if 0.005 <= abs(value) < 0.05:
-            return f"{value:.2f}".replace("0.", ".", 1)  # "-0.03" is wider than a cell
+    if not isinstance(value, float):
+        return f"{value}" if -1000 < value < 10000 else "…"
+    if not abs(value) < 1000 or 0 < abs(value) < 0.005:
         return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value}" if -1000 < value < 10000 else "…"
+    digits = 0 if value == int(value) or abs(value) > 9.95 else 1 if abs(value) >= 0.05 else 2
+    return f"{value:.{digits}f}".replace("0.0", ".0")  # "-0.03" is wider than a cell
 
 
 def _long(value) -> str:

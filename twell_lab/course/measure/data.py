@@ -1,7 +1,5 @@
-"""Measurements that the first notebooks make, as functions: data in, data out, nothing drawn.
-
-Everything here runs on a CPU and on a GPU. Times are in milliseconds; a `clock` result maps names to samples.
-"""
+"""Measurements that the first notebooks make, on a CPU and on a GPU: nothing is drawn. Times are in milliseconds; a
+`clock` result maps names to samples."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ Samples = dict[str, list[float]]
 
 def clock(calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 0.5) -> Samples:
     """Milliseconds of each call, the calls in turn: device events with a cold cache on a GPU, wall time on a CPU.
-
-    seconds: how long to measure altogether, on a CPU; each call is made at least 40 times.
-    """
+    seconds: how long to measure altogether, on a CPU; each call is made at least 40 times."""
     timed = {name: (lambda turn, call=call: call()) for name, call in calls.items()}
     with torch.inference_mode():
         return clocks.time_cuda(timed) if device == "cuda" else clocks.time_cpu(timed, seconds)

@@ -7,8 +7,7 @@ import plotly.graph_objects as go
 from ... import plots
 from ...ops.clock import quartiles
 from .. import charts
-from ..charts import groups
-from ..drawing import say
+from ..charts import groups, say
 from .data import ms
 
 LINES = {"COO": plots.ORANGE, "CSR": plots.RED, "CSR + conversion": plots.PURPLE, "ELL": plots.BLUE}
@@ -23,8 +22,7 @@ def bars(
     """Draw the median time of each call as a bar, with whiskers that span the middle half of its samples, if several.
 
     samples: name -> milliseconds; base: the name that the others are compared with, drawn grey; shown: what the axis
-    says of the bars, where single readings stand beside medians.
-    """
+    says of the bars, where single readings stand beside medians."""
     rows = []
     for name, values in samples.items():
         (middle, _), ordered = quartiles(values), sorted(values)
@@ -47,13 +45,6 @@ def bars(
     figure = charts.finish(figure, title, height=height, x=f"milliseconds ({shown})", across=True)
     figure.update_xaxes(range=[0, 1.28 * most]).update_yaxes(categoryorder="array", categoryarray=[*samples])
     return figure.update_layout(barmode="overlay")
-
-
-def firing_map(fires: list[bool], across: int = 128) -> go.Figure:
-    """Draw one token's neurons as a grid of dots, the firing ones orange. fires: a truth value for each neuron."""
-    cells = [[int(on) for on in fires[at : at + across]] for at in range(0, len(fires), across)]
-    title = f"One token: {sum(map(bool, fires))} of {len(fires):,} neurons fire (orange)"
-    return charts.grids({"": cells}, ("#EDEDED", plots.RED), title, 20 + 6 * len(cells), across=1, xgap=1, ygap=1)
 
 
 def against_density(rows: list[dict], title: str) -> go.Figure:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -30,10 +28,7 @@ def one_tile(firing: int, seed: int = 0) -> Tensor:
 
 
 def toy_unpack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> Tensor:
-    """relu(gate), packed without a tail and unpacked again: values that a tile's slots cannot hold are gone.
-
-    gate: [rows, d_ff].
-    """
+    """relu(gate), [rows, d_ff], packed without a tail and unpacked again: values that find no slot are gone."""
     packed = TwELL.from_gate(gate, tile, words)
     no_tail = (torch.zeros_like(packed.tail_pointer), packed.tail_column[:0], packed.tail_value[:0])
     return TwELL(packed.packed, *no_tail, packed.shape, packed.dtype, packed.tile).to_dense()
@@ -46,38 +41,11 @@ def row_errors(got: Tensor, want: Tensor) -> Tensor:
     return torch.where(off == 0, 0.0, off / size)
 
 
-# ---- geometry: how large a tile, how many words ----
-
-
-def geometries(gate: Tensor, tiles: list[int], words: list[int]) -> list[dict]:
-    """relu(gate) packed with each pair of tile and words. gate: [rows, d_ff].
-
-    Rows: {tile, words, bytes (of a row, with its tail), overflow (share of rows)}. Pairs with more words than the tile
-    has columns, plus one, are left out: TwELL does not take them.
-    """
-    table = []
-    for tile, count in itertools.product(tiles, words):
-        if count <= tile + 1:
-            packed = TwELL.from_gate(gate, tile, count)
-            share = len(packed.overflow_rows) / len(gate)
-            table.append({"tile": tile, "words": count, "bytes": packed.nbytes / len(gate), "overflow": share})
-    return table
-
-
-def smallest(table: list[dict], overflow: float) -> dict | None:
-    """The row of `geometries` with the fewest bytes among those in which at most this share of rows overflows."""
-    fitting = [row for row in table if row["overflow"] <= overflow]
-    return min(fitting, key=lambda row: row["bytes"], default=None)
-
-
 # ---- the packing algorithm, as a warp does it ----
 
 
 def warp_slots(fires: Tensor) -> tuple[int, list[int]]:
-    """One step of a warp: (ballot, slot of each lane), for 32 lanes. fires: bool [32].
-
-    The ballot is a 32-bit word, the same for every lane, in which bit i says whether lane i fires. A lane's slot is the
-    number of bits below its own, plus 1 because word 0 is the count.
-    """
+    """One step of a warp: (ballot, slot of each lane). fires: bool [32]. Bit i of the ballot says whether lane i fires.
+    A lane's slot is the number of bits below its own, plus 1 because word 0 is the count."""
     ballot = sum(1 << lane for lane in range(32) if fires[lane])
     return ballot, [1 + (ballot & ((1 << lane) - 1)).bit_count() for lane in range(32)]

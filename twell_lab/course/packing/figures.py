@@ -6,13 +6,11 @@ import math
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
-from torch import Tensor
 
 from ... import plots
 from ...formats.twell import TwELL
 from ...plots import decode, tile_of
-from ..drawing import squares
-from .data import smallest
+from ..charts import squares
 
 ACROSS = 32  # columns of a tile on one line
 EACH = 16  # words, or values of the tail, on one line
@@ -22,19 +20,9 @@ COLOURS = ("#F2F2F2", "#8CC4E8", "#F2B36B")
 GAP, ABOVE, BELOW = 44, 96, 24  # pixels between panels, and around them
 
 
-def matrix(x: Tensor, title: str) -> go.Figure:
-    """Where a matrix [rows, columns] is not zero."""
-    hover = "row %{y}, column %{x}<extra></extra>"
-    figure = squares(go.Figure(), (x != 0).int().tolist(), (COLOURS[SILENT], plots.BLUE), hovertemplate=hover)
-    figure.update_xaxes(title_text="neuron", showgrid=False)
-    figure.update_yaxes(title_text="token", autorange="reversed", showgrid=False)
-    return plots.styled(figure, title, height=340)
-
-
-def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
+def geometries(table: list[dict], best: dict) -> go.Figure:
     """Bytes a row, its tail included, and below them which rows overflow, for each tile (across) and number of words.
-
-    table: rows of `data.geometries`. A red frame marks the fewest bytes with at most this share of rows overflowing."""
+    table: rows {tile, words, bytes, overflow (share of rows)}. A red frame marks the `best` of them."""
     tiles, words = (sorted({row[key] for row in table}) for key in ("tile", "words"))
     cells: list[list] = [[None] * len(tiles) for _ in words]
     texts = [[""] * len(tiles) for _ in words]
@@ -47,20 +35,17 @@ def geometries(table: list[dict], overflow: float = 0.01) -> go.Figure:
     figure = go.Figure().add_heatmap(z=cells, text=texts, colorscale=scale, hoverinfo="skip", hoverongaps=False, **look)
     figure.update_xaxes(title_text="tile, columns", tickvals=[*range(len(tiles))], ticktext=tiles, showgrid=False)
     figure.update_yaxes(title_text="words a tile", tickvals=[*range(len(words))], ticktext=words, showgrid=False)
-    if (best := smallest(table, overflow)) is not None:
-        x, y = tiles.index(best["tile"]), words.index(best["words"])
-        line = {"color": plots.RED, "width": 3}
-        figure.add_shape(type="rect", x0=x - 0.5, x1=x + 0.5, y0=y - 0.5, y1=y + 0.5, line=line)
-    title = f"Bytes a row (framed: the fewest with at most {overflow:.0%} of rows overflowing)"
+    x, y = tiles.index(best["tile"]), words.index(best["words"])
+    line = {"color": plots.RED, "width": 3}
+    figure.add_shape(type="rect", x0=x - 0.5, x1=x + 0.5, y0=y - 0.5, y1=y + 0.5, line=line)
+    title = "Bytes a row (framed: the fewest with at most 1% of rows overflowing)"
     return plots.styled(figure, title, height=130 + 52 * len(words))
 
 
 def tile_view(packed: TwELL, row: int = 0, part: int = 0) -> go.Figure:
-    """One row's tiles, and the columns, the words and the tail of one of them.
-
-    packed: the row alone; row: its number, for the title. part: which tile. Traces: 0 and 1 are the row's tiles (in
-    words, in the tail), 2 the columns, 3 the words, 4 the tail.
-    """
+    """One row's tiles, and the columns, the words and the tail of one of them. packed: the row alone; row: its number,
+    for the title. part: which tile. Traces: 0 and 1 are the row's tiles (in words, in the tail), 2 the columns, 3 the
+    words, 4 the tail."""
     figure = make_subplots(rows=4, cols=1, subplot_titles=["tiles", "columns", "words", "tail"])
     for name, colour in (("in words", COLOURS[IN_WORDS]), ("in the tail", COLOURS[IN_TAIL])):
         inside = {"textposition": "inside", "textangle": 0, "insidetextanchor": "middle", "constraintext": "none"}

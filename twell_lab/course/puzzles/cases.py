@@ -18,6 +18,7 @@ from torch import Tensor
 from ...formats.twell import TwELL
 from ...simulator.counts import SECTOR
 from ...simulator.program import Run
+from ..capstone.cases import sectors_of
 from ..verdicts import UNWRITTEN
 
 
@@ -280,16 +281,11 @@ def _prefix_sum() -> Iterator[Case]:
     yield Case("3 rows of 32", (3,), (32,), {"x": x, "out": _whole(3, 32)}, wanted, look=1)
 
 
-def _sectors_of(row: int, width: int) -> int:
-    """The sectors that the loads of a warp touch which goes along a row of floats in steps of 32."""
-    first = 4 * width * row
-    ends = [(first + 4 * column, first + 4 * min(width, column + 32)) for column in range(0, width, 32)]
-    return sum(-(-end // SECTOR) - start // SECTOR for start, end in ends)
-
-
 def _along_rows(array: str, rows: list[int], case: Case, seen: Seen) -> str | None:
     """Return what is wrong with loads that touch more than the sectors of these rows, in words."""
-    least = sum(_sectors_of(row, case.arguments[array].shape[1]) for row in rows)
+    width = case.arguments[array].shape[1]
+    steps = [(width * row + column, min(32, width - column)) for row in rows for column in range(0, width, 32)]
+    least = sum(sectors_of(*step, size=4) for step in steps)
     return _first(_spread(array, seen.sectors(array), least, "let neighbouring lanes read neighbouring columns"))
 
 

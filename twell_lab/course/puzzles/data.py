@@ -14,8 +14,8 @@ from torch import Tensor
 from ... import core, simulator
 from ...core import CompileError, DeviceError, InputError, StackError
 from ...simulator import Fault, Trace, faults
+from ..capstone.gpu import Kernel
 from ..verdicts import UNWRITTEN, NotYet, added_to, coming, not_met
-from . import gpu
 from .cases import PUZZLES, Case, Seen
 from .slips import likely
 
@@ -58,13 +58,24 @@ def judge(name: str, file: str | Path) -> str:
         return puzzle.right
     for case, before in zip(cases, originals, strict=True):
         case.arguments.update(before)
-    return _on_the_gpu(name, Path(file).read_text(encoding="utf-8"), cases, puzzle.right)
+    return _also_on_the_gpu(name, Path(file).read_text(encoding="utf-8"), cases, puzzle.right)
 
 
-def _on_the_gpu(name: str, text: str, cases: list[Case], right: str) -> str:
+def on_gpu(text: str, name: str, cases: list[Case]) -> list[dict[str, Tensor]]:
+    """Return the outputs of each launch of the kernel `name` on this GPU, on the CPU. Only what the simulator found
+    sound is to be launched. Raises as Kernel does."""
+    kernel, found = Kernel(text, name), []
+    for case in cases:
+        there = {key: given.cuda() if isinstance(given, Tensor) else given for key, given in case.arguments.items()}
+        kernel(case.grid, case.block, there.values())
+        found.append({key: there[key].cpu() for key in case.wanted})
+    return found
+
+
+def _also_on_the_gpu(name: str, text: str, cases: list[Case], right: str) -> str:
     here = torch.cuda.get_device_name()
     try:
-        found = gpu.results(text, name, cases)
+        found = on_gpu(text, name, cases)
     except (StackError, DeviceError) as error:
         return f"{right} (Not run on the {here}: {error})"
     except CompileError as error:

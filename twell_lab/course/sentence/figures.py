@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ..drawing import say, squares
+from ..charts import say, squares
 from .data import ACROSS, SIZE, ms, of, percent, said, size
 
 STATES = ((2, "fire"), (1, "silenced by the cut"))  # of a neuron; 0: silent by itself

@@ -5,26 +5,23 @@ recorded."""
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import takewhile
 from math import ceil
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import records
 from ...bench import comparison
-from ...bench.comparison import DENSE, PIECES, TWO_FOUR, Shape
-from ...models.thresholds import losses
+from ...bench.comparison import DENSE, PIECES, Shape
 from ...ops import clock
 from ...ops.clock import dtype_for
-from ...sparsities import blocks, magnitude, two_four
-from ...sparsities.weights import SparseLinear
+from ...sparsities import blocks, magnitude
 from ..measure.data import ratios, runs_here
 from ..recorded import sourced
 
@@ -88,46 +85,6 @@ def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:
 # ---- what pruning costs a model ----
 
 
-def _rows(weight: Tensor, sparsity: float) -> Tensor:
-    keep = magnitude.largest(weight.norm(dim=1), magnitude.kept_of(len(weight), sparsity))
-    return keep[:, None].expand(weight.shape)
-
-
-def _at_random(weight: Tensor, sparsity: float) -> Tensor:
-    order = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0))
-    return magnitude.largest(order, magnitude.kept_of(weight.numel(), sparsity))
-
-
-# Ways to choose what is pruned: from a weight [out, in] and a sparsity to what is kept, bool.
-METHODS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "smallest weights": magnitude.magnitude_mask,
-    **{f"blocks {size} x {size}": partial(blocks.block_mask, size=size) for size in BLOCK_SIZES},
-    "whole rows": _rows,
-    "at random": _at_random,
-}
-
-
-def pruned_losses(
-    model: nn.Module, windows: Tensor, sparsities: Sequence[float] = (0.25, 0.5, 0.75, 0.9)
-) -> list[dict]:
-    """The loss (nats a byte) on windows [n, context] after pruning the feed-forward layers, without any training after
-    it; "2:4" at 0.5 alone. Rows {method, sparsity (as it came out), loss, dense_loss, more (share of the dense loss)}.
-    """
-    dense, made = losses(model, windows).mean().item(), []
-    cases = [(name, way, sparsity) for name, way in METHODS.items() for sparsity in sparsities]
-    for name, way, sparsity in [*cases, (TWO_FOUR, lambda weight, _: two_four.two_four_mask(weight), 0.5)]:
-        pruned = magnitude.prune(
-            copy.deepcopy(model),
-            mask=lambda weight, way=way, sparsity=sparsity: way(weight, sparsity),
-            only=lambda called, module: ".mlp." in f".{called}.",
-        )
-        layers = [layer for layer in pruned.modules() if isinstance(layer, SparseLinear)]
-        share = 1 - sum(layer.nnz for layer in layers) / sum(layer.mask.numel() for layer in layers)
-        loss = losses(magnitude.to_linears(pruned), windows).mean().item()
-        made.append({"method": name, "sparsity": share, "loss": loss, "dense_loss": dense, "more": loss / dense - 1})
-    return made
-
-
 def retrained() -> list[dict]:
     """Rows of the newest record of pruning, each with `where`, and `before` and `after`: how many bits a byte more than
     the dense model of the same seed it needs, pruned and trained on. None where this checkout has no record."""
@@ -154,11 +111,6 @@ class Weighed:
     where: str
     densities: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
     times: dict[str, list[float]] = field(default_factory=dict)
-
-    @cached_property
-    def norm(self) -> Tensor:
-        """That of the exact product, which no threshold changes."""
-        return (self.inputs @ self.weight.t()).norm()
 
 
 FORMATS = ("dense", "CSR", "2:4", "blocks 16", "blocks 32")
@@ -200,7 +152,7 @@ def view(weighed: Weighed, threshold: float) -> dict:
     count, (out, width) = int(kept.sum()), weight.shape
     filled = {size: 1 - blocks.empty_share(pruned, size) for size in BLOCK_SIZES}
     groups = kept.view(out, width // 4, 4).sum(-1) > 2
-    lost = (weighed.inputs @ (weight - pruned).t()).norm() / weighed.norm
+    lost = (weighed.inputs @ (weight - pruned).t()).norm() / (weighed.inputs @ weight.t()).norm()
     legal = not bool(groups.any())
     size_of = {
         "dense": 2 * weight.numel(),
@@ -230,8 +182,3 @@ def _time(weighed: Weighed, name: str, density: float | None) -> float | None:
     if times is None or density is None:
         return None
     return float(np.exp(np.interp(np.log(max(density, at[0])), np.log(at), np.log(times))))
-
-
-def threshold_for(weight: Tensor, sparsity: float) -> float:
-    """The magnitude below which about this share of a weight lies."""
-    return float(weight.abs().flatten().double().quantile(sparsity))

@@ -9,8 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ... import plots
-from ..charts import MARKS, bars, finish, groups, lines, one
-from ..drawing import nothing, squares
+from ..charts import MARKS, bars, finish, groups, lines, one, squares
 from .data import BLOCK_SIZES, FORMATS, products
 
 TICKS = (0.5, 0.25, 0.1, 0.05, 0.01, 0.001)  # densities
@@ -56,7 +55,7 @@ def by_zeros(rows: list[dict]) -> go.Figure:
     panels = groups([row for row in timed if row["path"] in wins], "pattern")
     title = "Which method wins, by pattern and share of zeros"
     if not panels:
-        return nothing(title)
+        return finish(go.Figure(), title)
     down = -(-len(panels) // 2)
     figure = make_subplots(down, 2, subplot_titles=[*panels], shared_yaxes="all", vertical_spacing=0.34 / down)
     # Of two lines on each other both are seen: the second one has gaps, and smaller marks.

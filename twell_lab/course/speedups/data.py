@@ -1,21 +1,18 @@
 """Whole models beside their feed-forward layers, recorded and measured here, and Amdahl's law between the two.
 
-Rows of whole models are those of twell_lab.bench.workloads; rows of layers are those of "inference" and "training"
+Rows of whole models are those of twell_lab.bench.models; rows of layers are those of "inference" and "training"
 records. Nothing is drawn here."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from statistics import quantiles
 
 import torch
 
 from ... import records
 from ...analysis.profile import FiringProfile
-from ...bench import models, workloads
-from ...bench.models import PLANNED
-from ...bench.rows import DENSE
+from ...bench import models
 from ...core import StackError
 from ...models.tiny import ModelConfig
 from ..recorded import GRAPH, LEAST, LOGNORMAL, newest, select
@@ -44,26 +41,6 @@ def amdahl(share: float, times: float) -> float:
     fast."""
     left = 1 - share + share / times
     return 1 / left if left else math.inf
-
-
-def layer_needed(share: float, wanted: float) -> float | None:
-    """Return how many times as fast this share of the time must become for the whole to be `wanted` times as fast; None
-    where that is out of reach."""
-    left = 1 / wanted - (1 - share)
-    return share / left if left > 0 else None
-
-
-def share_from(layer: float, model: float) -> float:
-    """The share of a model's time in which its layers are, from how many times as fast the two became (layer not 1)."""
-    return (1 - 1 / model) / (1 - 1 / layer)
-
-
-def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """Where y falls below 1, on straight lines between points (x, y) of ascending x; None where it never does."""
-    for (x, y), (next_x, next_y) in zip(points, points[1:]):
-        if y >= 1 > next_y:
-            return x + (next_x - x) * (y - 1) / (y - next_y)
-    return None
 
 
 # ---- rows of whole models ----
@@ -220,19 +197,16 @@ def yours(
     device: str, firing: FiringProfile | None = None, config: ModelConfig | None = None, seconds: float = 1.5
 ) -> list[dict]:
     """Rows of a drawn model that is planned, checked and timed on this machine: a forward of its context, and a step of
-    decoding behind as many tokens.
+    decoding behind up to 511 tokens.
 
     device: "cpu" or "cuda". firing: of a model whose neurons those of the drawn one fire like; by default they fire as
     the paper's. config: other sizes. seconds: for how long each is timed on a CPU. Raises StackError where transformers
     is missing, or too little memory is there."""
     config = config or (_ON_GPU if device == "cuda" else _ON_CPU)
-    how = {"tokens": (config.context,), "batches": (1,), "cached": config.context, "device": device, "firing": firing}
+    how = {"tokens": (config.context,), "batches": (1,), "device": device, "firing": firing}
     try:
-        bench = models.Bench(config, about=DRAWN, **how)
-        found: list[dict] = []
-        for key in bench.works:
-            work, _ = bench.work(*key), bench.ready(key[1])
-            found += bench.measure(work, [DENSE, PLANNED], workloads.Clocks(bench.tokens.device, seconds))
+        bench = models.Bench(config, **how, seconds=seconds)
+        found = [row for key in bench.works for row in bench.rows(*key)]
     except RuntimeError as error:
         raise StackError(f"nothing was timed here: {error}") from None
     return [_read(row) | {"where": f"yours, now, on {row['device']}"} for row in found]

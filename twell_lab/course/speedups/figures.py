@@ -7,8 +7,7 @@ import math
 import plotly.graph_objects as go
 
 from ... import plots
-from ..charts import bars, finish, lines, one
-from ..drawing import nothing, say
+from ..charts import bars, finish, lines, one, say
 from .data import amdahl
 
 WAYS = {"eager": {"colour": plots.BLUE}, "compiled": {"colour": plots.SKY}, "CUDA graph": {"colour": plots.PURPLE}}
@@ -57,7 +56,7 @@ def law(found: list[dict]) -> go.Figure:
     title = "Amdahl's law: what a share of the time allows"
     known = [step for step in found if step["share"]]
     if not known:
-        return nothing(title)
+        return finish(go.Figure(), title)
     figure, top = go.Figure(), max(2.0, 1.15 * max(max(step["predicted"], step["high"]) for step in known))
     for times in _CURVES:
         points = [{"share": share, "x": amdahl(share / 100, times)} for share in range(86)]

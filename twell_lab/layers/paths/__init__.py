@@ -1,6 +1,6 @@
 """The ways through a feed-forward layer: which layers each takes, how it wants the weights to lie, its forward pass,
-and what that costs. PATHS has each by the name that plans, records and the operator know it by. A new one is a class
-here and a line below; or a file of a room above, which hands it down (`Registry.further`)."""
+and what that costs. A new one is a class here and a line in PATHS; or a file of a room above, which hands it down
+(`Registry.further`)."""
 
 from __future__ import annotations
 
@@ -25,32 +25,24 @@ if TYPE_CHECKING:
     from .cost import Rates, Work
 
 STEP = 256  # hot sizes are multiples of this, so that the cold part starts with a whole tile
-_WORD_BYTES = 4
 _HANDS_DOWN = "twell_lab.sparsities"  # fills `Registry.further`; imported when a name is asked for that is not here
 
 
 class Path:
-    """One way through a layer. It has no state.
-
-    name: what plans, records and the operator call it. packs: whether neurons that fire are packed. splits: whether a
-    choice of it says how many neurons, the first ones, are hot. exact: whether it computes the layer's function, but
-    for rounding. patterned: whether it takes a layer for where the zeros of its weights lie; then it is timed on those.
-    learns: the path of ops.train where gradients are needed. cuts: whether it is for layers with thresholds on their
-    inputs, which take these paths and dense alone. reads: of "gate", "up" and "down" those that it reads by rows or by
-    columns (layers.storage)."""
+    """One way through a layer, without state. name: what plans, records and the operator call it."""
 
     name: str
-    packs = True
-    splits = False
-    exact = True
-    patterned = False
-    cuts = False
-    learns = "twell"
-    reads: Mapping[str, str] = {}
+    packs = True  # the neurons that fire
+    splits = False  # whether a choice of it says how many neurons, the first ones, are hot
+    exact = True  # whether it computes the layer's function, but for rounding
+    patterned = False  # whether it takes a layer for where the zeros of its weights lie; then it is timed on those
+    cuts = False  # whether it is for layers with thresholds on their inputs, which take such paths and dense alone
+    learns = "twell"  # the path of ops.train where gradients are needed
+    reads: Mapping[str, str] = {}  # of "gate", "up" and "down" those that it reads by ROWS or by COLUMNS
 
     def sizes(self, d_ff: int) -> Sequence[int]:
         """Return how many neurons may be hot in a layer of d_ff: empty where the path cannot take it."""
-        return (0,)
+        return range(STEP, d_ff, STEP) if self.splits else (0,)
 
     def helps(self, tokens: int, rates: Rates) -> bool:
         """Return whether so many tokens go another way here than on the dense path, on a device of these rates."""
@@ -91,25 +83,27 @@ class Dense(Path):
     packs = False
 
     def forward(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Tensor:
-        return super().forward(layer, x, weights, 0) if self._fuses(layer, x, weights) else layer.dense(x)
+        return super().forward(layer, x, weights, 0) if _fuses(layer, x, weights) else layer.dense(x)
 
     def prepare(self, layer: nn.Module, x: Tensor, weights: Weights, hot: int) -> Callable[[Tensor], Tensor] | None:
-        if self._fuses(layer, x, weights):
+        if _fuses(layer, x, weights):
             return super().prepare(layer, x, weights, 0)
         return layer.source.forward if layer.registered else None
 
-    @staticmethod
-    def _fuses(layer: nn.Module, x: Tensor, weights: Weights) -> bool:
-        if not x.is_cuda or torch.compiler.is_compiling() or layer.acts != RELU or weights.gate is weights.up:
-            return False
-        from ...ops import dispatch
-
-        return hides_host(x) and dispatch.fuses(weights.up)
-
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        gemm, values = dense_parts(work)
-        launches = 2 if work.fuses_dense else 5 if work.firing.gated else 3
-        return {"gemm": gemm, "rows": 0.0, "memory": values, "launches": launches * work.rates.launch, "lost": 0.0}
+        firing, tokens, fused = work.firing, work.tokens, work.fuses_dense
+        values = 0 if fused else (5 if firing.gated else 2) * tokens * firing.d_ff * work.itemsize
+        gemm, memory = work.gemm(firing.d_ff, firing.d_model, work.gemms), values / work.rates.bandwidth
+        launches = 2 if fused else 5 if firing.gated else 3
+        return {"gemm": gemm, "rows": 0.0, "memory": memory, "launches": launches * work.rates.launch, "lost": 0.0}
+
+
+def _fuses(layer: nn.Module, x: Tensor, weights: Weights) -> bool:
+    if not x.is_cuda or torch.compiler.is_compiling() or layer.acts != RELU or weights.gate is weights.up:
+        return False
+    from ...ops import dispatch
+
+    return hides_host(x) and dispatch.fuses(weights.up)
 
 
 def hides_host(x: Tensor) -> bool:
@@ -120,12 +114,6 @@ def hides_host(x: Tensor) -> bool:
     return x.shape[:-1].numel() >= dispatch.LEAST_HIDDEN
 
 
-def dense_parts(work: Work) -> tuple[float, float]:
-    """Return the seconds of the GEMMs, and of relu and multiply over the values between them."""
-    values = 0 if work.fuses_dense else (5 if work.firing.gated else 2) * work.tokens * work.firing.d_ff * work.itemsize
-    return work.gemm(work.firing.d_ff, work.firing.d_model, work.gemms), values / work.rates.bandwidth
-
-
 class Twell(Path):
     """The neurons that fire are packed while the gate's GEMM still holds them, and the rest of the layer is computed
     for these entries alone: each costs one row of `down` transposed, and in a gated layer one of `up`."""
@@ -134,8 +122,27 @@ class Twell(Path):
     reads = {"gate": ROWS, "up": ROWS, "down": COLUMNS}
 
     def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        launches = 2 if work.fuses_gate or work.few else 3
-        return packed_cost(work, 0, work.fuses_gate, work.gemm(work.firing.d_ff, work.firing.d_model), 0, launches)
+        firing, tokens, itemsize, rates = work.firing, work.tokens, work.itemsize, work.rates
+        few, fused, cold, d_model = work.few, work.fuses_gate, firing.d_ff - hot, firing.d_model
+        a_row = math.ceil(cold / TILE) * (WORDS * 4 + 32)  # written whole, read as far as it is used
+        packed = 0 if work.lists else tokens * a_row
+        values = 0 if fused or few else 2 * tokens * cold * itemsize
+        heavy, entries = firing.heavy(hot) if fused else (0.0, 0.0)
+        lost = 0.0 if few else firing.lost(hot)  # the kernels for few tokens take any number of entries
+        dense = PATHS["dense"].cost(work)
+        gemm, memory = work.gemm(cold, d_model), 2 * tokens * d_model * itemsize + packed + values
+        launches = (2 if fused or few else 3) + (2 * work.pieces if fused else 0)
+        if hot:
+            gemm += work.gemm(hot, d_model, work.gemms)
+            memory += 2 * tokens * hot * itemsize + 2 * tokens * d_model * 4
+            launches += 2 if fused else 5
+        return {
+            "gemm": gemm,
+            "rows": work.rows(firing.frequency[hot:]) * (1 - entries),
+            "memory": memory / rates.bandwidth,
+            "launches": launches * rates.launch,
+            "lost": max(lost, heavy) * (dense["gemm"] + dense["memory"]),
+        }
 
 
 class HotCold(Twell):
@@ -146,38 +153,6 @@ class HotCold(Twell):
     name = "hot_cold"
     splits = True
 
-    def sizes(self, d_ff: int) -> range:
-        return range(STEP, d_ff, STEP)
-
-    def cost(self, work: Work, hot: int = 0) -> dict[str, float]:
-        d_model, tokens, fused = work.firing.d_model, work.tokens, work.fuses_gate
-        gemm = work.gemm(work.firing.d_ff - hot, d_model) + work.gemm(hot, d_model, work.gemms)
-        moved = 2 * tokens * hot * work.itemsize + 2 * tokens * d_model * 4
-        launches = (2 if fused or work.few else 3) + (2 if fused else 5)
-        return packed_cost(work, hot, fused, gemm, moved, launches)
-
-
-def packed_cost(work: Work, hot: int, fused: bool, gemm: float, moved: int, launches: int) -> dict[str, float]:
-    """Return the seconds of a call that packs all but the `hot` most used neurons, by what they go to (Path.cost).
-
-    gemm: seconds of its GEMMs. moved: bytes that are read and written besides x, y and what is packed. launches: their
-    number, without those of the pieces that a fused call is cut into."""
-    firing, tokens, itemsize, rates = work.firing, work.tokens, work.itemsize, work.rates
-    cold, few = firing.d_ff - hot, work.few
-    a_row = math.ceil(cold / TILE) * (WORDS * _WORD_BYTES + 32)  # written whole, read as far as it is used
-    packed = 0 if work.lists else tokens * a_row
-    values = 0 if fused or few else 2 * tokens * cold * itemsize
-    lost = 0.0 if few else firing.lost(hot)  # the kernels for few tokens take any number of entries
-    heavy, entries = firing.heavy(hot) if fused else (0.0, 0.0)
-    pieces = 2 * work.pieces if fused else 0
-    return {
-        "gemm": gemm,
-        "rows": work.rows(firing.frequency[hot:]) * (1 - entries),
-        "memory": (2 * tokens * firing.d_model * itemsize + packed + values + moved) / rates.bandwidth,
-        "launches": (launches + pieces) * rates.launch,
-        "lost": max(lost, heavy) * sum(dense_parts(work)),
-    }
-
 
 def hot_first(counts: Tensor, hot: int) -> Tensor:
     """Return an order of the neurons, int64: first the `hot` with the highest counts, by count; then the others, dealt
@@ -185,12 +160,10 @@ def hot_first(counts: Tensor, hot: int) -> Tensor:
     counts keep their order."""
     order = counts.argsort(descending=True, stable=True)
     rest = order[hot:]
-    place = torch.arange(rest.numel(), device=rest.device)
-    tile, slot, tiles = place // STEP, place % STEP, -(-rest.numel() // STEP)
-    turn = slot * tiles + torch.where(slot % 2 == 1, tiles - 1 - tile, tile)
-    dealt = torch.empty_like(rest)
-    dealt[turn.argsort()] = rest
-    return torch.cat([order[:hot], dealt])
+    deals = torch.arange(-(-len(rest) // STEP) * STEP, device=rest.device).view(STEP, -1)  # of each slot, by tile
+    deals[1::2] = deals[1::2].flip(1)
+    turns = deals.t().flatten()[: len(rest)].argsort().argsort()  # the last tile may have fewer slots
+    return torch.cat([order[:hot], rest[turns]])
 
 
 class Converted(Path):
@@ -232,15 +205,13 @@ class Converted(Path):
 
 
 class Registry(dict[str, Path]):
-    """Holds paths by name. Those in it are exact, and weighed for every plan. Others are found by their names as well,
-    and are weighed where somebody named them.
-
-    further: of these, the name, and module and class, which is imported when it is first used."""
+    """Holds paths by the names that plans, records and the operator know them by. Those in it are exact, and weighed
+    for every plan. `further` ones, by name their module and class, which is imported when it is used, are found by
+    their names as well, and are weighed where somebody named them."""
 
     def __init__(self, *paths: Path) -> None:
         super().__init__({path.name: path for path in paths})
         self.further: dict[str, str] = {}
-        self._found: dict[str, Path] = {}
 
     def names(self) -> list[str]:
         """Return the names of all paths, those of this room first."""
@@ -248,12 +219,10 @@ class Registry(dict[str, Path]):
         return [*self, *self.further]
 
     def __missing__(self, name: str) -> Path:
-        if name not in self._found:
-            if name not in self.names():
-                raise KeyError(name)
-            module, _, kind = self.further[name].rpartition(".")
-            self._found[name] = getattr(import_module(module), kind)()
-        return self._found[name]
+        if name not in self.names():
+            raise KeyError(name)
+        module, _, kind = self.further[name].rpartition(".")
+        return getattr(import_module(module), kind)()
 
 
 PATHS = Registry(Dense(), Twell(), HotCold())

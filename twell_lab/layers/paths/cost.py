@@ -1,8 +1,6 @@
 """What a call's cost is counted from: the device's rates, how the layer fires, and how many tokens there are.
 
-An entry, one neuron that fires for one token, costs two rows of d_model values in a gated layer (of up and of down) and
-one in a plain layer. A GEMM takes as long as its operations, or its weights and values from memory, whichever is more.
-The rows of all neurons that fire come from memory once, and again where they do not fit the cache. Each launch adds its
+A GEMM takes as long as its operations, or its weights and values from memory, whichever is more. Each launch adds its
 own time. Tokens for which more neurons fire than the packed form holds are computed densely once more."""
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core import InputError
 from ...formats.twell import TILE, WORDS
 from ...ops import decode, dispatch, down_rows, listed
 
@@ -57,9 +54,7 @@ class Firing:
 
     @classmethod
     def of(cls, layer) -> Firing:
-        """The firing that a LayerProfile counted; InputError where it saw no token."""
-        if not layer.tokens:
-            raise InputError(f"the profile of layer {layer.name!r} saw no token; at least one is needed for a plan")
+        """Return the firing that a LayerProfile counted at one token or more."""
         beyond = (torch.arange(layer.tile_histogram.numel(), device="cpu") - (layer.words - 1)).clamp(min=0)
         excess = (layer.tile_histogram * beyond).sum().item() / layer.tokens
         frequency = (layer.neuron_counts.double() / layer.tokens).sort(descending=True).values
@@ -72,8 +67,7 @@ class Firing:
         """About what share of the tokens will be computed densely after all, if all but `hot` neurons are packed: those
         whose neurons would exceed the slots even if they were spread evenly over the tiles; in the layer's own order
         (hot 0) also those whose overflow would exceed the pool that 16 rows share, if all of it were in one tile."""
-        fired, tiles = self.frequency.sum().item(), math.ceil((self.d_ff - hot) / TILE)
-        packed = self.frequency[hot:].sum().item() / max(fired, 1e-30)
+        packed, tiles = self._packed(hot), math.ceil((self.d_ff - hot) / TILE)
         most = math.floor((WORDS - 1) * tiles / packed) if packed else self.d_ff  # neurons that may fire
         lost = self.totals[most + 1 :].sum().item()
         if hot or not self.excess:
@@ -83,14 +77,16 @@ class Firing:
     def heavy(self, hot: int) -> tuple[float, float]:
         """About what share of the tokens has so many entries, if all but `hot` neurons are packed, that it is computed
         densely; and the share of all entries that these tokens have."""
-        fired = self.frequency.sum().item()
-        packed = self.frequency[hot:].sum().item() / max(fired, 1e-30)
-        if not packed:
+        if not (packed := self._packed(hot)):
             return 0.0, 0.0
         many = math.floor(dispatch.HEAVY / packed) + 1
-        counts = torch.arange(self.totals.numel(), dtype=self.totals.dtype, device=self.totals.device)[many:]
-        heavy = self.totals[many:]
-        return heavy.sum().item(), min(1.0, (counts * heavy).sum().item() / max(fired, 1e-30))
+        counts = torch.arange(self.totals.numel(), dtype=self.totals.dtype, device=self.totals.device)
+        entries = (counts * self.totals)[many:].sum().item() / self.frequency.sum().item()
+        return self.totals[many:].sum().item(), min(1.0, entries)
+
+    def _packed(self, hot: int) -> float:
+        """Return what share of the entries is packed, if all but `hot` neurons are."""
+        return self.frequency[hot:].sum().item() / max(self.frequency.sum().item(), 1e-30)
 
 
 class Work:
@@ -116,8 +112,9 @@ class Work:
         return count * max(2 * self.tokens * n * k / self.rates.matmul, moved / self.rates.bandwidth)
 
     def rows(self, frequency: Tensor) -> float:
-        """Seconds in which the rows of packed neurons are read: once from memory for each neuron that fires, and for
-        each entry from the cache. frequency: of these neurons, as in Firing."""
+        """Seconds in which the rows of packed neurons are read: once from memory for each neuron that fires, and again
+        where they do not fit the cache, and for each entry from the cache: two rows of d_model values in a gated layer
+        (of up and of down), and one in a plain layer. frequency: of these neurons, as in Firing."""
         tokens, rates = self.tokens, self.rates
         row = (2 if self.firing.gated else 1) * self.firing.d_model * self.itemsize
         touched = (1 - (1 - frequency).clamp(min=0) ** tokens).sum().item() * row

@@ -6,60 +6,44 @@ optional package. Tokens stand for different numbers of bytes, so losses are com
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core import InputError, TextError, optional, read_file, write_atomically
-from ...models.llama import alphabet, bytes_tokenizer
+from ...core import InputError, TextError, optional, read_file
+from ...models.tiny import alphabet, bytes_tokenizer
 
-if TYPE_CHECKING:
-    from .source import Text
-
-CHUNK = 2**16  # bytes: a long file is encoded in pieces of about this size, cut at ends of lines
-_BATCH = 128  # pieces handed to the library at a time
-_LARGEST = 2**28  # bytes of a tokenizer's file; usual ones have a few million
-_MOST = 2**22  # token numbers; usual tokenizers have up to a million
+_LARGEST, _MOST = 2**28, 2**22  # bytes of a tokenizer's file, and token numbers; usual ones have up to a few million
 
 
 class Tokenizer:
     """A reader of text as bytes, token number = byte value. Two are equal if their files are.
 
-    name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are. content: what its
-    file holds, JSON; sha256: of that, None for bytes. lengths: the bytes that each token stands for, int32 [vocabulary]
-    on the CPU."""
+    name: for records. unit: what its tokens are called. vocabulary: how many token numbers there are, which are kept as
+    `dtype`. content: what its file holds, JSON; sha256: of that, None for bytes. lengths: the bytes that each token
+    stands for, int32 [vocabulary] on the CPU."""
 
     name = unit = "bytes"
     vocabulary = 256
+    dtype: type = np.uint8
     content = bytes_tokenizer()
     sha256: str | None = None
     lengths = torch.ones(256, dtype=torch.int32, device="cpu")
 
-    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
-        """Return the tokens of uint8 `data` [size]: integers [n] on the CPU; bytes are `data` itself, not a copy.
-        starts: where its files begin; no token reaches from one file into the next."""
-        return data
+    def encode(self, pieces: Iterable[bytes]) -> Tensor:
+        """Return the tokens of a text: integers [n] on the CPU. No token reaches from one piece into the next."""
+        return torch.from_numpy(np.frombuffer(bytearray().join(pieces), np.uint8))
 
     def decode(self, tokens: Tensor) -> bytes:
         """Return the bytes that integer `tokens` (any shape, read in order) stand for."""
         return tokens.to(torch.uint8).cpu().numpy().tobytes()
-
-    def describe(self) -> dict:
-        """Return what a record keeps: name, SHA-256, size of the vocabulary."""
-        return {"name": self.name, "sha256": self.sha256, "vocabulary": self.vocabulary}
-
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write its file, whole or not at all, for `load` to read. RecordError where it can't be written."""
-        write_atomically(path, self.content)
-        return Path(path)
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Tokenizer) and other.content == self.content
@@ -74,8 +58,8 @@ BYTES = Tokenizer()
 class BPE(Tokenizer):
     """A byte-level BPE of the `tokenizers` library.
 
-    content: its JSON, as tokenizer.json files hold it (such as GPT-2's). name: for records. StackError without the
-    library, and TextError for JSON that the library does not take."""
+    content: its JSON, as tokenizer.json files hold it. StackError without the library, and TextError for JSON that the
+    library does not take."""
 
     unit = "tokens"
 
@@ -87,13 +71,13 @@ class BPE(Tokenizer):
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise TextError(f"{name!r:.200} is no tokenizer of the tokenizers library: {error!s:.300}") from None
-        self.name, self.content = name, content
-        self.sha256 = hashlib.sha256(content.encode()).hexdigest()
+        self.name, self.content, self.sha256 = name, content, hashlib.sha256(content.encode()).hexdigest()
         own = self._tokenizer.get_vocab(with_added_tokens=False)
         added = self._tokenizer.get_added_tokens_decoder()
         self.vocabulary = max([*own.values(), *added], default=-1) + 1  # some files skip numbers
         if not 1 <= self.vocabulary <= _MOST:
             raise TextError(f"{name} has {self.vocabulary} token numbers; accepted: from 1 to {_MOST}")
+        self.dtype = np.int16 if self.vocabulary <= 2**15 else np.int32
         byte_of = {character: byte for byte, character in enumerate(alphabet())}
         self._bytes = [b""] * self.vocabulary  # of each token, by its number
         for token, number in own.items():
@@ -104,26 +88,22 @@ class BPE(Tokenizer):
         self._numbers = {piece: number for number, piece in enumerate(self._bytes)}
         self.lengths = torch.tensor([*map(len, self._bytes)], dtype=torch.int32)
 
-    def encode(self, data: Tensor, starts: tuple[int, ...] = (0,)) -> Tensor:
-        """Return the tokens of uint8 `data` [size]: int16 for a vocabulary of at most 32,768, else int32; on the CPU.
-
-        No token reaches from one file, or one piece of a long file (see `pieces`), into the next. Each byte that is no
-        UTF-8 becomes a token of its own. TextError for a tokenizer whose tokens do not stand for every byte."""
-        kind, raw = np.int16 if self.vocabulary <= 2**15 else np.int32, data.cpu().numpy().tobytes()
-        parts, tokens = [*_strings(raw, starts)], [np.empty(0, kind)]
-        for at in range(0, len(parts), _BATCH):
-            batch = parts[at : at + _BATCH]
-            texts = [part for part in batch if isinstance(part, str)]
-            encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-            for part in batch:
-                tokens.append(np.array(next(encoded).ids if isinstance(part, str) else self._of_bytes(part), kind))
-        whole = torch.from_numpy(np.concatenate(tokens))
-        if (bytes_read := self.lengths[whole.long()].sum().item()) != len(raw):
+    def encode(self, pieces: Iterable[bytes]) -> Tensor:
+        """Return the tokens of a text: int16 [n] for a vocabulary of at most 32,768, else int32; on the CPU. No token
+        reaches from one piece into the next. Each byte that is no UTF-8 becomes a token of its own. TextError for a
+        tokenizer whose tokens do not stand for every byte."""
+        pieces = [*pieces]
+        parts = [part for piece in pieces for part in _parts(piece)]
+        texts = [part for part in parts if isinstance(part, str)]
+        encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        ids = (next(encoded).ids if isinstance(part, str) else self._of_bytes(part) for part in parts)
+        tokens = torch.from_numpy(np.fromiter(chain.from_iterable(ids), self.dtype))
+        if (read := self.lengths[tokens.long()].sum().item()) != (size := sum(map(len, pieces))):
             raise TextError(
-                f"the tokens of {self.name} stand for {bytes_read} bytes of a text of {len(raw)}; accepted: a "
-                "byte-level tokenizer without normalisation, which loses nothing"
+                f"the tokens of {self.name} stand for {read} bytes of a text of {size}; accepted: a byte-level "
+                "tokenizer without normalisation, which loses nothing"
             )
-        return whole
+        return tokens
 
     def _of_bytes(self, broken: bytes) -> list[int]:
         return [number for byte in broken if (number := self._numbers.get(bytes([byte]))) is not None]
@@ -132,26 +112,19 @@ class BPE(Tokenizer):
         return b"".join([self._bytes[token] for token in tokens.flatten().tolist()])
 
 
-def train(text: Text, vocabulary: int) -> BPE:
-    """Return a byte-level BPE whose merges are learned on `text`; the same text gives the same tokenizer.
-
-    text: the training part alone. vocabulary: 256 bytes and the merges; fewer where a short text has no more pairs."""
-    library = _library()
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=vocabulary, show_progress=False, special_tokens=[], initial_alphabet=sorted(alphabet())
-    )
-    strings = _strings(text.tokens.cpu().numpy().tobytes(), text.starts)
-    tokenizer.train_from_iterator((piece for piece in strings if isinstance(piece, str)), trainer)
+def train(pieces: Iterable[bytes], vocabulary: int, name: str) -> BPE:
+    """Return a byte-level BPE whose merges are learned on these pieces of a text of this name; the same ones give the
+    same tokenizer. vocabulary: 256 bytes and the merges; fewer where a short text has no more pairs."""
+    tokenizer = _library().ByteLevelBPETokenizer()
+    strings = (part for piece in pieces for part in _parts(piece) if isinstance(part, str))
+    tokenizer.train_from_iterator(strings, vocabulary, min_frequency=0, show_progress=False)
     trained = BPE(tokenizer.to_str())
-    trained.name = f"BPE of {trained.vocabulary}, from {text.name}"
+    trained.name = f"BPE of {trained.vocabulary}, from {name}"
     return trained
 
 
 def load(path: str | os.PathLike) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json of the tokenizers library. TextError for any other file."""
+    """Return the tokenizer that a tokenizer.json holds. TextError for any other file."""
     try:
         content = read_file(path, _LARGEST)
         fields = json.loads(content)
@@ -163,7 +136,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
 
 
 def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
-    """Return the tokenizer that a command line or a config means (see prepared.load_any), or the vocabulary of one that
+    """Return the tokenizer that a command line or a config means (see source.load), or the vocabulary of one that
     is yet to be trained. InputError for a vocabulary that is no whole number from 256 to 2**20."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -181,7 +154,7 @@ def named(tokenizer: str | os.PathLike | Tokenizer | None) -> Tokenizer | int:
 
 def tokenizer_of(folder: str | os.PathLike, vocabulary: int) -> Tokenizer:
     """Return the tokenizer that a model's folder holds, or else bytes. InputError where it does not go with a model of
-    this vocabulary, which may be larger than that of a BPE."""
+    this vocabulary, which may be larger."""
     path = Path(folder) / "tokenizer.json"
     own = load(path) if path.is_file() else BYTES
     if own.vocabulary > vocabulary or own == BYTES and vocabulary != BYTES.vocabulary:
@@ -193,22 +166,12 @@ def tokenizer_of(folder: str | os.PathLike, vocabulary: int) -> Tokenizer:
     return own
 
 
-def pieces(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the pieces in which a file is encoded, each apart from the others: CHUNK bytes, and the rest of the line or
-    as many bytes more."""
-    while piece := file.read(CHUNK):
-        yield piece + file.readline(CHUNK)
-
-
-def _strings(raw: bytes, starts: tuple[int, ...]) -> Iterator[str | bytes]:
-    """Yield the files of `raw` one after the other, in pieces: str where they are UTF-8, bytes where they are not."""
-    for begin, end in zip(starts, (*starts[1:], len(raw)), strict=True):
-        for piece in pieces(io.BytesIO(raw[begin:end])):
-            # Each byte that is no UTF-8 becomes a character from U+DC80 to U+DCFF, which the library would not take.
-            for part in re.split("([\udc80-\udcff]+)", piece.decode("utf-8", "surrogateescape")):
-                if part:
-                    broken = "\udc80" <= part[0] <= "\udcff"
-                    yield part.encode("utf-8", "surrogateescape") if broken else part
+def _parts(piece: bytes) -> Iterator[str | bytes]:
+    """Yield what a piece is made of: str where it is UTF-8, bytes where it is not."""
+    # Each byte that is no UTF-8 becomes a character from U+DC80 to U+DCFF, which the library would not take.
+    for part in re.split("([\udc80-\udcff]+)", piece.decode("utf-8", "surrogateescape")):
+        if part:
+            yield part.encode("utf-8", "surrogateescape") if "\udc80" <= part[0] <= "\udcff" else part
 
 
 def _library():

@@ -1,16 +1,13 @@
-"""What notebook 04 computes with the models that it trains: data in, data out, nothing drawn.
-
-SMALL is the model of the notebooks that train: small enough for a two-core machine to train five of them
-within a minute, wide enough (d_ff 512) to show who fires.
-"""
+"""What the notebooks train: the model, its text, and who fires in it. Nothing is drawn."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ...training.config import TrainConfig
-from ...training.text.source import Text, load, spread_windows
+from ..training.config import TrainConfig
+from ..training.text.source import Text, load, spread_windows
 
+# Small enough for a two-core machine to train five of them within a minute, wide enough (d_ff 512) to show who fires.
 SMALL = TrainConfig(
     steps=160,
     batch=8,
@@ -37,14 +34,8 @@ def held_out(text: Text, windows: int = 64, context: int = SMALL.context, device
     return spread_windows(text.split()[1].tokens, windows, context)[:, :-1].to(device)
 
 
-# ---- who fires ----
-
-
 def firing_share(counts: Tensor, share: float = 0.8) -> float:
-    """The smallest part of the neurons that does `share` of the firing.
-
-    counts: [d_ff], how often each fired.
-    """
+    """The smallest part of the neurons that does `share` of the firing. counts: [d_ff], how often each fired."""
     most_first = counts.double().sort(descending=True).values
     total = most_first.sum()
     if total == 0:

@@ -1,11 +1,10 @@
-"""A model of the reader's, be it of transformers or of this project: its tokens of a text, its logits, and what swapped
-layers should be worth on other GPUs."""
+"""The workshop "your own model": one of transformers or of this project, its tokens of a text, and its logits."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -13,18 +12,14 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
-from ...analysis import costs, predict
-from ...analysis.profile import FiringProfile
-from ...core import InputError
-from ...layers.choice import DENSE
-from ...layers.find import feed_forwards
-from ...layers.paths.cost import Firing
-from ...models import published
-from ...models.tiny import LanguageModel
-from ...ops.clock import dtype_for
-from ...training.text.source import spread_windows
-from ...training.text.tokenizer import tokenizer_of
-from ..sweep.data import CHECKPOINTS, folder
+from ..core import InputError
+from ..layers.find import feed_forwards
+from ..models import published
+from ..models.tiny import LanguageModel
+from ..ops.clock import dtype_for
+from ..training.text.source import spread_windows
+from ..training.text.tokenizer import tokenizer_of
+from .sweep import CHECKPOINTS, folder
 
 CONTEXT = 512  # tokens of a window at most
 _PROSE = re.compile(r"[A-Za-z ,.;:'\"()!?\n-]{120,}")
@@ -69,25 +64,15 @@ def read(name: str | os.PathLike, device: str = "cpu") -> Own:
     place = folder(name) if shipped else published.folder_of(name)
     model = published.load(place, dtype=dtype_for(device), device=device)
     if isinstance(model, LanguageModel):
-        own = tokenizer_of(place, model.config.vocabulary)
-
-        def encode(text: str) -> Tensor:
-            return own.encode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)).long()
-
-        def decode(tokens: Tensor) -> str:
-            return own.decode(tokens).decode("utf-8", "replace")
-
-        return Own(called, shipped, model, min(CONTEXT, model.config.context), encode, decode)
-    theirs = published.tokenizer_of(Path(place))
-    context = getattr(model.config, "max_position_embeddings", None) or CONTEXT
-    return Own(
-        called,
-        shipped,
-        model,
-        min(CONTEXT, context),
-        lambda text: theirs(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0],
-        theirs.decode,
-    )
+        own, context = tokenizer_of(place, model.config.vocabulary), model.config.context
+        encode = lambda text: own.encode([text.encode()]).long()
+        decode = lambda tokens: own.decode(tokens).decode("utf-8", "replace")
+    else:
+        theirs = published.tokenizer_of(Path(place))
+        context = getattr(model.config, "max_position_embeddings", None) or CONTEXT
+        encode = lambda text: theirs(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+        decode = theirs.decode
+    return Own(called, shipped, model, min(CONTEXT, context), encode, decode)
 
 
 # ---- what it reads and says ----
@@ -126,24 +111,3 @@ def go_on(mine: Own, model: nn.Module, prompt: str, tokens: int = 60) -> str:
         best = logits(model, said[:, -mine.context :])[:, -1].argmax(-1)
         said = torch.cat([said, best[:, None].cpu()], 1)
     return mine.decode(said[0, start:])
-
-
-# ---- on another GPU ----
-
-
-def gains(firing: FiringProfile, gpus: Sequence[str], tokens: Sequence[int]) -> list[dict]:
-    """Return what all feed-forward layers of a profile should take on GPUs, each layer on its best path; predicted.
-
-    Rows: gpu, tokens, dense_us, us, x_dense, launches (the percent of dense_us that they take)."""
-    layers = [Firing.of(layer) for layer in firing.layers if layer.tokens]
-    rows = []
-    for gpu in gpus:
-        rates = predict.rates_of(gpu)
-        for count in tokens:
-            took = [costs.by_choice(layer, rates, count) for layer in layers]
-            dense, us = sum(times[DENSE] for times in took), sum(min(times.values()) for times in took)
-            itemsize = getattr(torch, rates.dtype).itemsize
-            launches = sum(costs.predict(DENSE, layer, rates, count, itemsize)["launches"] for layer in layers)
-            row = {"gpu": rates.device, "tokens": count, "dense_us": dense, "us": us, "x_dense": dense / us}
-            rows.append(row | {"launches": 100 * launches / dense})
-    return rows

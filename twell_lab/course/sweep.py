@@ -1,20 +1,23 @@
-"""Figures of runs with more and more L1, as functions of rows (twell_lab.training.sweep.run, or `data.rows`).
-
-`where` says in a figure where the rows are from.
-"""
+"""Notebook 04: runs with more and more L1, recorded or trained now, as rows and as figures; the models of
+data/checkpoints. `where` says in a figure where its rows are from."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from pathlib import Path
 
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
-from ... import plots
-from ...training.sweep import cost, pressed, seed_spread, twin
-from ..charts import bars, finish, lines
-from .data import renewed
+from .. import core, plots, records
+from ..core import InputError
+from ..models.tiny import LanguageModel
+from ..training.config import TrainResult
+from ..training.sweep import cost, pressed, seed_spread, twin
+from .charts import bars, finish, lines
+from .recorded import device_and_day
 
 LIGHT = "#C8C8C8"
 SHADES = ("rgb(230, 159, 0)", "rgb(0, 158, 115)", "rgb(0, 114, 178)", "rgb(72, 15, 105)")  # from little L1 to much
@@ -26,6 +29,60 @@ RUNS = {  # what a run is besides the sweep itself, by a word of its label -> na
     "seed": ("another seed", {"colour": plots.ORANGE, "symbol": "square-open"}),
     "lr": ("no L1, another learning rate", {"colour": plots.GREY, "symbol": "circle-open"}),
 }
+
+
+def rows(results: Iterable[TrainResult]) -> list[dict]:
+    """Return runs of one model as rows like those of a recorded sweep. The first seed's run without L1 is the twin."""
+    made = []
+    for run in results:
+        config, names = run.summary()["config"], ("step", "nnz", "val_bits_per_byte")
+        history = {name: [row.get(name) for row in run.history] for name in names}
+        label = f"L1 {run.config.l1:g}" if run.config.l1 else f"lr {run.config.lr:g}"
+        row = {"label": label, "config": config, "history": history, "mean_nnz": run.mean_nnz}
+        row |= {"zeros": 1 - run.mean_nnz / run.config.d_ff, "validation_bits_per_byte": run.validation_bits_per_byte}
+        made.append(row | {"layers": [{"nnz": share * run.config.d_ff} for share in run.density]})
+        if made[0]["config"]["seed"] != run.config.seed:
+            made[-1]["label"] = f"seed {run.config.seed}"
+    return made
+
+
+def recorded() -> records.Record:
+    """Return the newest record of a sweep (twell-lab record sweep)."""
+    return [record for record in records.load_all() if record.name == "sweep"][-1]
+
+
+def where(record: records.Record) -> str:
+    """Return the device and the day of a record: "recorded on NVIDIA H100 80GB HBM3, 2026-11-21"."""
+    gpus = record.machine.get("gpus")
+    device = gpus[0]["name"] if gpus else record.machine.get("cpu") or "an unnamed machine"
+    return f"recorded on {device_and_day(device, record.date)}"
+
+
+def renewed(rows: list[dict]) -> list[tuple[dict, dict]]:
+    """Return pairs (without, with) of runs that differ in re-initialisation alone, by L1."""
+    without = {row["config"]["l1"]: row for row in pressed(rows)}
+    again = sorted((row for row in rows if row["config"].get("reinit")), key=lambda row: row["config"]["l1"])
+    return [(without[row["config"]["l1"]], row) for row in again]
+
+
+CHECKPOINTS = ("l1-free", "small", "sparse")
+
+
+def folder(name: str) -> Path:
+    """Return the folder of one of CHECKPOINTS; in an installed package that of a smaller twin for "l1-free" and
+    "sparse". InputError for another name."""
+    if name not in CHECKPOINTS:
+        raise InputError(f"name is {name!r}; accepted: {', '.join(CHECKPOINTS)}")
+    whole = core.data_dir() / "checkpoints" / name
+    return whole if whole.is_dir() else whole.with_name(f"{name}-small")
+
+
+def checkpoint(name: str) -> LanguageModel:
+    """Return the trained model in `folder`, on the CPU; data/checkpoints/README.md says what each is."""
+    return LanguageModel.load(folder(name)).eval()
+
+
+# ---- figures ----
 
 
 def short(row: dict) -> str:
