@@ -114,10 +114,10 @@ def test_the_simulator_runs_the_portable_kernels():
 WRONG = {
     "no tensor": (lambda t: t.tolist(), "is a list"),
     "nested": (lambda t: torch.nested.nested_tensor([t, t]), "is a nested tensor"),
-    "sparse": (lambda t: t.to_sparse(), "has layout torch.sparse_coo"),
-    "meta": (lambda t: t.to("meta"), "is on meta"),
-    "float64": (lambda t: t.double(), "is torch.float64"),
-    "whole numbers": (lambda t: t.int(), "is torch.int32"),
+    "sparse": (lambda t: t.to_sparse(), "is a sparse_coo tensor"),
+    "meta": (lambda t: t.to("meta"), "is a meta tensor"),
+    "float64": (lambda t: t.double(), "holds torch.float64"),
+    "whole numbers": (lambda t: t.int(), "holds torch.int32"),
     "another dtype": (lambda t: t.half(), "one dtype for all|is torch.float16 but|is torch.float32 but"),
     "a wider shape": (lambda t: torch.cat([t, t], -1), "has shape|rows of"),
     "another dimension": (lambda t: t[None, None], "has shape|rows of"),
@@ -171,11 +171,11 @@ def test_bad_options_are_named(how, says):
 @pytest.mark.parametrize(
     "gate, says",
     [
-        (torch.ones(5), "gate has shape"),
+        (torch.ones(5), "the matrix has shape"),
         (torch.ones(5, 0), "at least one column"),
-        (torch.ones(2, 3, dtype=torch.float64), "gate is torch.float64"),
-        (torch.ones(2, 3, device="meta"), "gate is on meta"),
-        (torch.ones(2, 3).to_sparse(), "gate has layout"),
+        (torch.ones(2, 3, dtype=torch.float64), "torch.float64"),
+        (torch.ones(2, 3, device="meta"), "is a meta tensor"),
+        (torch.ones(2, 3).to_sparse(), "is a sparse_coo tensor"),
     ],
     ids=str,
 )

@@ -64,7 +64,7 @@ def changed(form, **fields):
         (changed(COO, column=COO.from_dense(A).column[1:]), "one for each value"),
         (changed(COO, row=COO.from_dense(A).row.float()), "no integers"),
         (COO(torch.tensor([1, 0, 1]), torch.tensor([2, 0, 2]), torch.ones(3), (4, 6)), "twice"),
-        (changed(COO, value=COO.from_dense(A).value.double()), "a.value is torch.float64"),
+        (changed(COO, value=COO.from_dense(A).value.double()), "a.value holds torch.float64"),
         (changed(CSR, pointer=CSR.from_dense(A).pointer.flip(0)), "does not rise"),
         (changed(CSR, column=CSR.from_dense(A).column.flip(0)), "out of order"),
         (changed(ELL, count=ELL.from_dense(A).count + 99), "a.count is not"),

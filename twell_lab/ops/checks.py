@@ -8,7 +8,8 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..core import InputError
-from ..formats.twell import VALUE_DTYPES
+from ..formats import VALUE_DTYPES
+from ..formats import check_tensor as check_dense
 
 WEIGHTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")  # as every call of a layer has them
 # Asked before each call: to find a function by three names takes longer than to call it.
@@ -57,16 +58,10 @@ def check_tensor(
 ) -> None:
     """Raise InputError unless t is a strided tensor of bfloat16, float16 or float32 on a CPU or GPU; with so many
     dimensions, of this shape (None: any size), dtype and on this device, where they are given."""
-    if not isinstance(t, Tensor):
-        raise InputError(f"{name} is a {type(t).__name__}; a torch.Tensor is accepted")
-    if t.is_nested:
-        raise InputError(f"{name} is a nested tensor; a dense one is accepted")
-    if t.dtype not in VALUE_DTYPES:
-        raise InputError(f"{name} is {t.dtype}; bfloat16, float16 and float32 are accepted")
-    if t.device.type not in ("cpu", "cuda"):
+    dense = isinstance(t, Tensor) and not t.is_nested and t.layout == torch.strided
+    if not dense or t.dtype not in VALUE_DTYPES or t.device.type not in ("cpu", "cuda"):
+        check_dense(name, t, dtypes=VALUE_DTYPES)  # says what it is, unless it is only on another device
         raise InputError(f"{name} is on {t.device}; cpu and cuda are accepted")
-    if t.layout != torch.strided:
-        raise InputError(f"{name} has layout {t.layout}; torch.strided is accepted")
     if dims is not None and t.dim() != dims or t.dim() == 0:
         raise InputError(f"{name} has shape {list(t.shape)}; {dims or 'at least 1'} dimensions are accepted")
     if shape is not None and (

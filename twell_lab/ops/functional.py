@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core import InputError
-from ..formats import TILE, WORDS, TwELL, as_tensor, check_geometry, fires, tail_of
+from ..formats import TILE, WORDS, TwELL, as_matrix, check_geometry, fires, tail_of
 from . import checks
 from .activation import RELU, Activation
 
@@ -125,18 +125,15 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
 
     On a GPU a kernel packs the tiles, and then the host waits once, to learn the length of the tail, as torch.nonzero
     does; what runs inside a layer needs no tail. Raises InputError for another shape, dtype or geometry."""
-    gate = as_tensor("gate", gate)
-    checks.check_tensor("gate", gate, dims=2)
-    check_geometry(tile, words)
-    if gate.shape[1] == 0:
-        raise InputError(f"gate is {list(gate.shape)}; at least one column is needed")
-    gate = gate.detach()
+    gate = as_matrix(gate)
     if not gate.is_cuda:
         return TwELL.from_gate(gate, tile, words)
+    checks.check_tensor("gate", gate)
+    check_geometry(tile, words)
     from ..cuda.launch import run
     from . import pack as kernel
 
-    gate = gate.contiguous()
+    gate = gate.detach().contiguous()
     packed = run(kernel.pack, gate, tile, words)
     over = (packed[..., 0] >= words).any(1)
     rows = over.nonzero()[:, 0]
