@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import InputError
-from ..formats import twell
 
 if TYPE_CHECKING:
     from ..cuda.launch import Macros
@@ -78,8 +77,6 @@ class Activation(NamedTuple):
     def _kept(self, first: Tensor, value: Tensor) -> Tensor:
         if self.falls_back:
             return ~(value.abs() < self.threshold) & (first != -inf)
-        if self.kind == "relu":
-            return twell.fires(first)
         return ~(first <= self.threshold)
 
     def applied(self, first: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core import InputError
-from ..formats import TILE, WORDS, TwELL, as_matrix, check_geometry, fires, tail_of
+from ..formats import TILE, WORDS, TwELL, as_matrix, check_geometry, fires, row_pointers, tail_of
 from . import checks
 from .activation import RELU, Activation
 
@@ -135,12 +135,10 @@ def pack(gate: Tensor, tile: int = TILE, words: int = WORDS) -> TwELL:
 
     gate = gate.detach().contiguous()
     packed = run(kernel.pack, gate, tile, words)
-    over = (packed[..., 0] >= words).any(1)
-    rows = over.nonzero()[:, 0]
+    rows = (packed[..., 0] >= words).any(1).nonzero()[:, 0]
     late = torch.zeros(gate.shape[0], dtype=torch.int64, device=gate.device)
     late[rows], column, value = tail_of(gate[rows], fires(gate[rows]), words - 1, tile)
-    pointer = torch.nn.functional.pad(late.cumsum(0), (1, 0))
-    return TwELL(packed, pointer, column, value, tuple(gate.shape), gate.dtype, tile)
+    return TwELL(packed, row_pointers(late), column, value, tuple(gate.shape), gate.dtype, tile)
 
 
 def packed_down(packed: TwELL, down: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -179,7 +177,7 @@ def _of_packed(x, packed: TwELL, up, down, up_bias, down_bias) -> Tensor:
     from . import gated
 
     down_t, tail = down.t().contiguous(), (packed.tail_pointer, packed.tail_column, packed.tail_value)
+    gate = (packed.packed, None, tail)
     if x is None:
-        return run(plain.down, packed.packed, None, tail, down_t, down_bias, packed.shape[1], packed.tile)
-    weights = (up.contiguous(), down_t, up_bias, down_bias)
-    return run(gated.gated, x.contiguous(), packed.packed, None, tail, *weights, packed.tile)
+        return run(plain.down, *gate, down_t, down_bias, packed.shape[1], packed.tile)
+    return run(gated.gated, x.contiguous(), *gate, up.contiguous(), down_t, up_bias, down_bias, packed.tile)
