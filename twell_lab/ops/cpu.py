@@ -5,8 +5,8 @@ time, so that what is gathered stays in the L2 cache.
 
 Sums are one step wider than the values. For 16-bit values that is what torch's dense layer does too. For float32 it
 means float64: two or three float32 terms can cancel so that the dense layer is exact by luck, and no other order of
-adding them in float32 is sure to come as close. So where the gate's weights are given, the gate of an entry is summed
-again in the wider type. Where all neurons are computed, the same operations as in torch's layer run on the same
+adding them in float32 is sure to come as close. So for float32, where the gate's weights are given, the gate of an
+entry is summed again in float64. Where all neurons are computed, the same operations as in torch's layer run on the same
 tensors; or, if the tensors are not those of the layer (permuted, packed), the sums of float32 are float64."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .activation import RELU, Activation
 
 _ENTRIES_AT_ONCE = 128
 # torch shares operations on more elements among its threads, which where others use the machine wait for each other: a
-# single token's rows are taken as many at a time as stay below.
+# single token's rows of float32 are taken as many at a time as stay below.
 _ALONE = 32768
 # Up to how many entries it is faster to skip the silent neurons (`_pays`). An entry takes about as long as the dense
 # layer takes for _ENTRY_COST neurons, and up to _TOKENS_FREE tokens the dense layer takes as long as for one. Measured
@@ -90,25 +90,26 @@ def _sparse(x, first, up, up_bias, down, down_bias, made_by, acts: Activation, t
     """Compute `after_gate` for the neurons that fire, which are listed with their tokens.
 
     A small GEMM multiplies all tokens of some entries with all their rows, also pairs that are not needed. That is
-    cheaper than gathering x."""
+    cheaper than gathering x, and it sums in a wider type, which an elementwise product in 16 bits would not."""
     (tokens, _), (d_model, _), down_t = first.shape, down.shape, down.t()
-    wide = torch.float64 if first.dtype == torch.float32 else torch.float32
-    x, y = x if x is None else x.to(wide), torch.zeros(tokens, d_model, dtype=wide, device="cpu")
+    short = first.dtype != torch.float32
+    x, wide = x if short or x is None else x.double(), torch.float32 if short else torch.float64
+    y = torch.zeros(tokens, d_model, dtype=wide, device="cpu")
     y = y if down_bias is None else y + down_bias
-    step = _ENTRIES_AT_ONCE if tokens > 1 else max(1, min(_ENTRIES_AT_ONCE, _ALONE // d_model))
+    step = _ENTRIES_AT_ONCE if tokens > 1 or short else max(1, min(_ENTRIES_AT_ONCE, _ALONE // d_model))
     for start in range(0, len(token), step):
         t, n = token[start : start + step], neuron[start : start + step]
         low, high = (0, 1) if tokens == 1 else (int(t[0]), int(t[-1]) + 1)
         place = (0,) if high - low == 1 else (t - low, torch.arange(len(t), device="cpu"))
 
         def products(weight: Tensor, bias: Tensor | None) -> Tensor:
-            rows, offsets = weight.index_select(0, n).to(wide), None if bias is None else bias[n].to(wide)
+            rows, offsets = weight.index_select(0, n).to(x.dtype), None if bias is None else bias[n].to(x.dtype)
             return linear(x[low:high], rows, offsets)[place]
 
         # Made again, the gate is below 0 for an entry that was positive only because of rounding.
-        value = acts.value(products(*made_by) if made_by else first[t, n].to(wide))
+        value = acts.value(first[t, n] if short or not made_by else products(*made_by))
         value = value if up is None else value * acts.of_up(products(up, up_bias))
         spread = y.new_zeros(high - low, len(n))
-        spread[place] = value
+        spread[place] = value.to(wide)
         y[low:high].addmm_(spread, down_t.index_select(0, n).to(wide))
     return y.to(first.dtype)
