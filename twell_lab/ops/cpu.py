@@ -6,8 +6,8 @@ time, so that what is gathered stays in the L2 cache.
 Sums are one step wider than the values. For 16-bit values that is what torch's dense layer does too. For float32 it
 means float64: two or three float32 terms can cancel so that the dense layer is exact by luck, and no other order of
 adding them in float32 is sure to come as close. So for float32, where the gate's weights are given, the gate of an
-entry is summed again in float64. Where all neurons are computed, the same operations as in torch's layer run on the same
-tensors; or, if the tensors are not those of the layer (permuted, packed), the sums of float32 are float64."""
+entry is summed again in float64. Where all neurons are computed, the same operations as in torch's layer run on the
+same tensors; or, if the tensors are not those of the layer (permuted, packed), the sums of float32 are float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENTRIES_AT_ONCE = 128
 # torch shares operations on more elements among its threads, which where others use the machine wait for each other: a
 # single token's rows of float32 are taken as many at a time as stay below.
 _ALONE = 32768
-# Up to how many entries it is faster to skip the silent neurons (`_pays`). An entry takes about as long as the dense
+# Up to how many entries it is faster to skip the silent neurons. An entry takes about as long as the dense
 # layer takes for _ENTRY_COST neurons, and up to _TOKENS_FREE tokens the dense layer takes as long as for one. Measured
 # on two AVX-512 cores at d_model 2048, d_ff 5632.
 _ENTRY_COST = 6.0
