@@ -352,7 +352,7 @@ def _cuda_driver() -> str | None:
 
 def _nvrtc() -> str:
     let_cupy_start()
-    return ".".join(map(str, import_module("cupy.cuda.nvrtc").getVersion()))
+    return ".".join(map(str, import_module("cupy.cuda").nvrtc.getVersion()))  # in CuPy 14 that is no module
 
 
 def _torch_gpus() -> list[dict]:

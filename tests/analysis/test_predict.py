@@ -106,7 +106,7 @@ def test_a_profile_is_judged():
     assert sparse.startswith("0.14% to 0.51% ") and ", 0.33% on average" in sparse and "tl.plan chooses" in sparse
     assert "train with a larger L1 penalty" in predict.verdict(profiled(600, 700))
     many = predict.verdict(profiled(3300))
-    assert many.startswith("58.59% ") and "30.0% never did" in many and "worth it for few tokens" in many
+    assert many.startswith("58.59% ") and "30.0% of all fired for none" in many and "worth it for few tokens" in many
     (layer,) = profiled(29).layers
     every = {"neuron_counts": torch.full((5632,), 1000), "nnz_histogram": 1000 * torch.eye(5633).long()[-1]}
     assert "tl.relufy first" in predict.verdict(FiringProfile([replace(layer, d_model=16384, **every)]))

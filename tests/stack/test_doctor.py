@@ -112,3 +112,8 @@ def test_a_probe_that_breaks_spoils_no_other_finding(on, monkeypatch):
     assert found["GPU"].state == found["CuPy"].state == "ok"
     monkeypatch.setattr(core, "describe_machine", broken)
     assert all(finding.state == "limited" and "unheard of" in finding.text for finding in doctor.examine().values())
+
+
+def test_a_compiler_that_loads_is_named():
+    nvrtc = pytest.importorskip("cupy.cuda", exc_type=ImportError).nvrtc
+    assert core.describe_machine()["nvrtc"] == ".".join(map(str, nvrtc.getVersion()))

@@ -146,9 +146,9 @@ def verdict(profile: FiringProfile) -> str:
     share = f"{min(densities):.2%} to {max(densities):.2%}" if layers[1:] else f"{mean:.2%}"
     middle = f", {mean:.2%} on average" if layers[1:] else ""
     return (
-        f"{share} of the neurons fire for a token{middle}; {dead:.1%} never did. On a GPU such as {_REACHED} the "
-        f"layers should take, of the dense layers' time, {shares[0]:.2f} at 1 token and {shares[1]:.2f} at 16,384 "
-        f"tokens: {todo}."
+        f"{share} of the neurons fire for a token{middle}; {dead:.1%} of all fired for none. On a GPU such as "
+        f"{_REACHED} the layers should take {shares[0]:.2f} of the time that dense ones take for 1 token, and "
+        f"{shares[1]:.2f} for 16,384: {todo}."
     )
 
 

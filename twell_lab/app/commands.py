@@ -109,7 +109,9 @@ def predict(
     rows = predict.predict(gpu, nnz, d_model, d_ff, gated=gated, tokens=tokens)
     columns = {"tokens": "tokens", "path": "path", "ms": "ms", "x_dense": "x dense", "read_mb": "MB of weights needed"}
     source = "from the vendor's figures and the shares that an H100 reaches"
-    lines = [records.table(rows, columns), f"predict: {predict.rates_of(gpu).device}, {source}"]
+    kind, rates = "gated" if gated else "plain", predict.rates_of(gpu)
+    layer = f"a {kind} layer of {d_model:,} x {d_ff:,} in {rates.dtype}, of which {nnz:g} neurons fire"
+    lines = [records.table(rows, columns), f"predict: {layer}, on {rates.device}, {source}"]
     lines += [
         f"predict: {row['layers']} layers recorded on an {row['gpu']} would be predicted as {row['least']:.2f} to "
         f"{row['most']:.2f} times what they took, {row['median']:.2f} in the middle"
@@ -229,6 +231,6 @@ def _summary(record: records.Record) -> dict:
     devices = {row["device"] for row in record.rows if isinstance(row.get("device"), str)}
     devices = devices or {gpu["name"] for gpu in record.machine.get("gpus") or ()} or {"CPU"}
     state = "stale" if records.stale(record) else "current"
-    state += ", cut off" if "unfinished" in record.notes else ", in part" if "left_out" in record.notes else ""
+    state += ", cut off" if "unfinished" in record.notes else ", some left out" if "left_out" in record.notes else ""
     said = {"kind": record.name, "device": ", ".join(sorted(devices)), "date": record.date[:10]}
     return said | {"rows": len(record.rows), "state": state}

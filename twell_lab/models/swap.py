@@ -162,7 +162,8 @@ def _planned(model: nn.Module, batches, only, tokens, calls, geometry) -> nn.Mod
         plan = plan_layers(found, model, batches=timed, calls=calls, only=lambda name, module: name in names, **more)
         model = _swap(model, layers, plan, geometry)
         shares = [layer.density for layer in found.layers if layer.tokens]
-        span = f"{min(shares):.2%} to {max(shares):.2%} of a layer's neurons fire for a token"
+        span = " to ".join(dict.fromkeys(f"{share:.2%}" for share in (min(shares), max(shares))))
+        span += " of a layer's neurons fire for a token"
         lines = [f"fires: {span}, counted on {found.tokens:,} tokens", plan.summary()]
         if moved := sum(isinstance(m, SparseFFN) and m.order is not None for m in model.modules()):
             fit = "optimizers, averages and masks made before no longer fit them"

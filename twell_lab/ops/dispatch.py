@@ -9,9 +9,11 @@ Three paths compute the same function:
 Each runs on the best kernels that take the call: `sm90_` on Hopper; `sm80_decode` from Ampere on, for few tokens; or,
 on any GPU from Turing on, after torch's own gate GEMM, those that list or pack its values (`smxx_`).
 
-A row that the pool of a packed gate (ops.gate_pack) cannot hold, or that has more than HEAVY values, is finished by
-`down_rows` from the dense weights. So overflow costs time for that row, never a value, and the host does not learn of
-it. What runs depends on the layouts of the tensors alone. So it is decided, and its launches are written, once for each
+A tile that overflows costs time for its row, never a value, and the host does not learn of it. Where the gate packs (on
+Hopper, from LEAST_PACKED tokens on), what does not fit goes into a pool (ops.gate_pack); a row that the pool cannot
+hold, or that has more than HEAVY values, is finished by `down_rows`: from its kept values where such rows are few, from
+the dense weights where they are many. Elsewhere kernels read from the gate what a tile could not hold. What runs
+depends on the layouts of the tensors alone. So it is decided, and its launches are written, once for each
 (`_prepared`); all layers of a shape share them."""
 
 from __future__ import annotations

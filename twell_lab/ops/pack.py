@@ -1,4 +1,8 @@
-"""pack: a dense gate becomes TwELL words (kernels/smxx_pack.cu)."""
+"""pack: a dense gate becomes TwELL words (kernels/smxx_pack.cu).
+
+A tile with more values than it has room for says how many, in word 0, and holds the first of them. Who reads the tile
+gets the others from the gate itself (ops.down, ops.gated). Where no gate is written, they are in a pool that rows
+share, and a row that the pool cannot hold is computed anew (ops.gate_pack, ops.dispatch)."""
 
 from __future__ import annotations
 

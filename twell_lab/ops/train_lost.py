@@ -1,6 +1,8 @@
 """The rows that a sparse training step's list does not have: the first of them on tensor cores
 (kernels/sm80_train_lost.cu), the others without (smxx_train_lost.cu, smxx_lost_weights.cu).
 
+A row is lost where its tiles overflow and the pool of the packed gate (ops.gate_pack) has no room for the rest, or
+where the compact form (ops.survivors) has none: then it is computed from the dense weights, exactly, and costs time.
 Only the GPU knows how many rows are lost, and which: `lost`, int32 [1 + tokens] or longer, holds their count and then
 their numbers, ascending. Every launch has a fixed grid and ends at once where there is nothing for it to do. The same
 input gives the same bits on the same GPU. The reference is that of a whole step (ops.train_rows)."""
