@@ -133,7 +133,7 @@ def test_the_map_is_recorded_with_every_method_and_read(keep):
     assert {each["path"] for each in made if each["tokens"] == 8} == {each["path"] for each in made} - {
         methods.PREDICTED
     }
-    keep(Record.new("comparison", "made up", [each | {"device": "NVIDIA H100"} for each in made], {}))
+    keep(Record.new("comparison", "made up", [each | {"device": "NVIDIA H200"} for each in made], {}))
     found = data.recorded_maps()
     assert {(each["method"], each["tokens"]) for each in found} == {
         (methods.DENSE if each["path"] == "dense eager" else each["path"], each["tokens"]) for each in made

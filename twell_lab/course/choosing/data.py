@@ -15,7 +15,7 @@ from ...bench import rows as bench_rows
 from ...bench.comparison import quantile
 from ...bench.methods import DENSE, HEIGHT, INEXACT, PACKED, SHARES, SPLIT, sizes_for
 from ...ops import clock
-from ..recorded import LOGNORMAL, newest
+from ..recorded import LOGNORMAL, newest, sourced
 
 SKIPPED, FOR_NOTHING, NEEDED, MISSED = range(4)
 
@@ -92,8 +92,9 @@ def recorded_map() -> list[dict]:
 
 
 def recorded() -> list[dict]:
-    """The rows of "comparison" records on that GPU; of equal measurements the newest."""
-    return newest("comparison", records.TOLD, lambda row: True)
+    """The rows of the newest record of the comparison (records.newest); none where this checkout has none."""
+    found = records.newest(records.load_all(), "comparison")
+    return sourced(found) if found else []
 
 
 def recorded_maps() -> list[dict]:
