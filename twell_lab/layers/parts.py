@@ -31,11 +31,12 @@ class Part:
     names: tuple[str, str | None] = ("weight", "bias")
     index: int | None = None
 
-    weight = property(lambda self: self._rows(self.names[0], self.transposed))
-    bias = property(lambda self: self._rows(self.names[1]) if self.names[1] else None)
+    weight = property(lambda self: self.share(getattr(self.owner, self.names[0]), self.transposed))
+    bias = property(lambda self: self.share(getattr(self.owner, self.names[1])) if self.names[1] else None)
 
-    def _rows(self, name: str, transposed: bool = False) -> Tensor | None:
-        if (stored := getattr(self.owner, name)) is None:
+    def share(self, stored: Tensor | None, transposed: bool = False) -> Tensor | None:
+        """Return this projection's share of a tensor that the module stores, its weight, bias or a gradient of them."""
+        if stored is None:
             return None
         stored = stored if self.index is None else stored[self.index]
         stored = stored.t() if transposed else stored
@@ -57,6 +58,19 @@ Projection: TypeAlias = nn.Linear | Part
 
 def owner_of(part: Projection) -> nn.Module:
     return part.owner if isinstance(part, Part) else part
+
+
+def stored_by(part: Projection) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    """Return the parameters that the module of a projection has for its weight and its bias."""
+    own, (weight, bias) = owner_of(part)._parameters, getattr(part, "names", ("weight", "bias"))
+    return own.get(weight), own.get(bias or "")
+
+
+def gradient_of(part: Projection) -> Tensor | None:
+    """Return the gradient of a projection's weight [out, in]; None where nothing has reached it."""
+    stored = stored_by(part)[0]
+    gradient = None if stored is None else stored.grad
+    return part.share(gradient, part.transposed) if isinstance(part, Part) else gradient
 
 
 class Weights(NamedTuple):

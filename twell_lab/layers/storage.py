@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..ops.checks import is_turned
-from .parts import Projection, owner_of
+from .parts import Projection, owner_of, stored_by
 
 ROWS, COLUMNS = "rows", "columns"
 
@@ -55,12 +55,12 @@ def restore(parts: Sequence[Projection | None], order: Sequence[int] | None) -> 
 def _stored_once(parts: Sequence[Projection | None]) -> list[tuple[str, Projection]]:
     """Return the projections by name, those that share a parameter once."""
     named = zip(("gate", "up", "down"), parts)
-    return list({id(_stored(part)[0]): (name, part) for name, part in named if part is not None}.values())
+    return list({id(stored_by(part)[0]): (name, part) for name, part in named if part is not None}.values())
 
 
 def _lay(name: str, part: Projection, order: Sequence[int] | None, by_columns: bool) -> None:
     """Store a projection's weight by its columns or rows, and its neurons in this order, with bias and gradients."""
-    (weight, bias), transposed = _stored(part), bool(getattr(part, "transposed", False))
+    (weight, bias), transposed = stored_by(part), bool(getattr(part, "transposed", False))
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
         across = int((name == "down") != transposed)  # the dimension of the neurons
         for t, dim in ((weight, across), (None if name == "down" else bias, 0)) if order is not None else ():
@@ -76,15 +76,9 @@ def _lay(name: str, part: Projection, order: Sequence[int] | None, by_columns: b
             weight.data = data.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
-def _stored(part: Projection) -> tuple[Parameter | None, Parameter | None]:
-    """Return the parameters that the module of a projection has for its weight and its bias."""
-    own, (weight, bias) = owner_of(part)._parameters, getattr(part, "names", ("weight", "bias"))
-    return own.get(weight), own.get(bias or "")
-
-
 def _fixed(part: Projection) -> str:
     """Return why the weight of a projection cannot be stored otherwise; "" where it can."""
-    weight, _ = _stored(part)
+    weight, _ = stored_by(part)
     if type(weight) is not Parameter or weight.layout != torch.strided:
         return "its weights are parametrized, quantised, sharded or no plain parameters"
     if weight.is_meta:

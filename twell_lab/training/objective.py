@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ..analysis.running import vocabulary_of
 from ..core import InputError
 from ..layers.find import FeedForward, firing_layers
+from ..layers.parts import gradient_of, stored_by
 from ..layers.terms import LayerTerm, layer_terms
 from ..models.tiny import check_whole
 from . import parallel
@@ -107,8 +108,9 @@ class Silence:
     def count(self, many: int) -> None:
         """Add `many`, of tokens or steps, for the neurons without a gradient, and begin anew for the others."""
         for layer, silent in zip(self.layers, self.silent):
-            fired = parallel.whole((layer.pattern.weight.grad != 0).any(1))
-            silent.add_(many).masked_fill_(fired, 0)
+            silent.add_(many)
+            if (gradient := gradient_of(layer.pattern)) is not None:
+                silent.masked_fill_(parallel.whole((gradient != 0).any(1)), 0)
 
     def dead(self, window: int) -> list[Tensor]:
         """Return for each layer, bool [d_ff], which neurons have been silent for the whole window."""
@@ -176,10 +178,10 @@ class SparsityCallback:
         if args.n_gpu > 1:
             raise InputError(f"one process trains on {args.n_gpu} GPUs; accepted: a process for each (torchrun)")
         layers = firing_layers(model)
-        if self.reinit and (frozen := [one.name for one in layers if not one.pattern.weight.requires_grad]):
-            raise InputError(
-                f"reinit is {self.reinit} and the gate of {frozen[0]} is frozen; accepted: gates that learn"
-            )
+        for name, (weight, _) in ((layer.name, stored_by(layer.pattern)) for layer in layers if self.reinit):
+            if weight is None or not weight.requires_grad:
+                what = f"reinit is {self.reinit} and the gate of {name} is frozen, or made of other parameters"
+                raise InputError(f"{what}; accepted: gates that learn")
         self._hooks.close()  # of a training that was interrupted
         self._step, self._parts = state.global_step, args.gradient_accumulation_steps
         if args.average_tokens_across_devices:  # which has the Trainer multiply what each process adds to the mean

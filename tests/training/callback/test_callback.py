@@ -9,6 +9,7 @@ import torch
 import twell_lab as tl
 from tests.models.speaking import decoders
 from twell_lab.core import InputError
+from twell_lab.layers.find import firing_layers
 from twell_lab.training.objective import SparsityCallback
 
 transformers = pytest.importorskip("transformers")
@@ -74,6 +75,27 @@ def test_a_step_is_that_of_the_loss_and_the_penalty(tmp_path, parts, swapped):
     for name, weight in by_hand.named_parameters():
         moved = before[name] - dict(model.named_parameters())[name].detach()
         torch.testing.assert_close(moved, weight.grad, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "Phi-3", "Mixtral"])
+def test_dead_neurons_are_found_however_their_weights_are_stored(tmp_path, family):
+    """By rows, by columns, gate and up as one, and all experts in one tensor."""
+    model = tl.relufy(decoders.build(family))
+    gates = [layer.pattern for layer in firing_layers(model)]
+    with torch.no_grad():
+        for gate in gates:
+            gate.weight[5], bias = 0.0, gate.bias
+            if bias is not None:
+                bias[5] = 0.0
+    before = [gate.weight.detach().clone() for gate in gates]
+    still = dict(max_steps=4, logging_steps=2, learning_rate=0.0, lr_scheduler_type="constant")
+    callback = tl.SparsityCallback(l1=0.0, reinit=0.5, window=2)
+    logs = trained(tmp_path, callback, model=model, **still).state.log_history
+    moved = [(gate.weight != was).any(1) for gate, was in zip(gates, before)]
+    assert all(rows[5] for rows in moved)
+    if family != "Mixtral":  # an expert that no token came to is as silent as its neurons
+        assert all(rows.sum() < len(rows) / 2 for rows in moved)
+    assert [row["dead"] for row in logs if "density" in row][0] >= len(gates)
 
 
 def test_layers_that_run_again_in_the_backward_pass_count_once(tmp_path):
