@@ -94,25 +94,25 @@ _KINDS: dict[Any, tuple[str, Callable]] = {
 }
 
 
-def _add_parameters(parser: argparse.ArgumentParser, made: Callable) -> None:
+def _add_parameters(parser: argparse.ArgumentParser, command: Callable) -> None:
     """Add an argument for each positional parameter of a command and an option for each other; of a dataclass an option
     for each field, with its text in the docstring as help, in the group of its section there."""
-    hints, texts = get_type_hints(made, include_extras=True), {}
+    hints, texts = get_type_hints(command, include_extras=True), {}
     group: argparse._ActionsContainer = parser
-    for entry in _ENTRY.finditer(inspect.getdoc(made) or "") if isinstance(made, type) else ():  # none under -OO
+    for entry in _ENTRY.finditer(inspect.getdoc(command) or "") if isinstance(command, type) else ():  # none under -OO
         if entry["title"]:
             group = parser.add_argument_group(entry["title"][0].lower() + entry["title"][1:])
         else:
             text = " ".join(entry["text"].split()).rstrip(".")
             text = re.sub(r"\b[a-z0-9]+_\w+", lambda word: _option(word[0]) if word[0] in hints else word[0], text)
             texts[entry["name"]] = group, text
-    for name, parameter in inspect.signature(made).parameters.items():
+    for name, parameter in inspect.signature(command).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
         group, text = texts.get(name, (parser, ""))
         needed = parameter.default is parameter.empty
         how = _how(hints[name], None if needed else parameter.default, text)
-        if parameter.kind is parameter.KEYWORD_ONLY or isinstance(made, type):
+        if parameter.kind is parameter.KEYWORD_ONLY or isinstance(command, type):
             group.add_argument(_option(name), dest=name, required=needed, **how)
         else:
             group.add_argument(name, **({} if needed else {"nargs": "?"}) | how | {"metavar": name.upper()})

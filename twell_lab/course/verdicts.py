@@ -84,7 +84,7 @@ def formula(right: str, cases: Iterable[tuple] | Callable[[], Iterable[tuple]], 
 
 
 def written(got):
-    """The reader's prediction, or the result of their function; NotYet if it is None or still dots."""
+    """Return the reader's prediction or the result of their function; raise NotYet if it is None or still dots."""
     if got is ...:
         raise NotYet("write your answer in place of the dots.")
     if got is None:
@@ -93,8 +93,8 @@ def written(got):
 
 
 def alike(got, want, asked: str) -> None:
-    """NotYet unless a result is this one: tensors as of `close`, other floats up to CLOSE, all else exactly. Tensors
-    and arrays pass for lists and numbers. asked: the call."""
+    """Raise NotYet unless a result is this one: tensors as of `close`, other floats up to CLOSE, all else exactly.
+    Tensors and arrays pass for lists and numbers. asked: the call."""
     if isinstance(want, Tensor) and want.is_floating_point():
         close(got, want, asked)
     elif (want is not None or got is not None) and not _equal(_plain(written(got)), _plain(want)):
@@ -102,8 +102,8 @@ def alike(got, want, asked: str) -> None:
         raise NotYet(f"{asked} should be {should}; yours gave {got!r}.")
 
 
-def each(got, want: Iterable, names: Sequence[str], asked: str) -> None:
-    """NotYet unless a result is a tuple of as many as there are names, and each is `alike` the wanted one."""
+def match_parts(got, want: Iterable, names: Sequence[str], asked: str) -> None:
+    """Raise NotYet unless a result is a tuple of as many as there are names, and each is `alike` the wanted one."""
     if not isinstance(written(got), tuple) or len(got) != len(names):
         raise NotYet(f"{asked} should give ({', '.join(names)}); yours gave {got!r:.80}.")
     for name, mine, right in zip(names, got, want, strict=True):
@@ -111,7 +111,7 @@ def each(got, want: Iterable, names: Sequence[str], asked: str) -> None:
 
 
 def _plain(given):
-    """Lists and numbers of torch or numpy as Python's own, wherever they stand."""
+    """Return lists and numbers of torch or numpy as Python's own, wherever they stand."""
     if isinstance(given, list | tuple):
         return [_plain(part) for part in given]
     return given.tolist() if hasattr(given, "tolist") else given
@@ -126,7 +126,7 @@ def _equal(got, want) -> bool:
 
 
 def _shown(given) -> str:
-    """A value as a call of a function shows it, with few digits; of a large tensor the shape alone."""
+    """Return a value as a call of a function shows it, with few digits; of a large tensor the shape alone."""
     if isinstance(given, Tensor):
         return _shown(given.tolist()) if given.numel() <= 60 else f"a tensor of {list(given.shape)}"
     if isinstance(given, list | tuple):
@@ -136,8 +136,8 @@ def _shown(given) -> str:
 
 
 def close(got, exact: Tensor, asked: str) -> None:
-    """NotYet unless the result is a tensor of this shape, off by no more than CLOSE of its norm. Of a single number the
-    message says what it should be."""
+    """Raise NotYet unless the result is a tensor of this shape, off by no more than CLOSE of its norm. Of a single
+    number the message says what it should be."""
     if not isinstance(written(got), Tensor) or got.shape != exact.shape:
         shape = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
         raise NotYet(f"{asked} should have shape {list(exact.shape)}; yours is {shape}.")
@@ -151,7 +151,7 @@ def close(got, exact: Tensor, asked: str) -> None:
 
 
 def number(got, want: float, asked: str, within: float = 0.02) -> None:
-    """NotYet unless a predicted number is near this one; the message says only which way it is off."""
+    """Raise NotYet unless a predicted number is near this one; the message says only which way it is off."""
     if isinstance(got, bool) or not isinstance(written(got), (int, float)):
         raise NotYet(f"{asked} should be a number; yours is {got!r}.")
     if not math.isclose(got, want, rel_tol=within):
@@ -159,7 +159,7 @@ def number(got, want: float, asked: str, within: float = 0.02) -> None:
 
 
 def said(got, want: dict[str, object], asked: str) -> None:
-    """NotYet unless a prediction in words is this one; the message names what is off, and not what is right."""
+    """Raise NotYet unless a prediction in words is this one; the message names what is off, and not what is right."""
     if not isinstance(got, dict) or set(got) != set(want):
         raise NotYet(f"{asked} should be a dictionary with the keys {', '.join(map(repr, want))}.")
     empty = [key for key in want if got[key] is None or got[key] is ...]

@@ -105,10 +105,10 @@ class Silence:
         weights = [layer.pattern.weight for layer in layers]
         self.silent = [torch.zeros(len(weight), dtype=torch.int64, device=weight.device) for weight in weights]
 
-    def count(self, many: int) -> None:
-        """Add `many`, of tokens or steps, for the neurons without a gradient, and begin anew for the others."""
+    def count(self, passed: int) -> None:
+        """Add tokens or steps that have passed for the neurons without a gradient; begin anew for the others."""
         for layer, silent in zip(self.layers, self.silent):
-            silent.add_(many)
+            silent.add_(passed)
             if (gradient := gradient_of(layer.pattern)) is not None:
                 silent.masked_fill_(parallel.whole((gradient != 0).any(1)), 0)
 

@@ -19,7 +19,7 @@ from ..hopper.data import pool_table
 from ..packing.data import toy_unpack, warp_slots
 from ..puzzles import data as puzzles
 from ..puzzles.cases import PUZZLES
-from ..verdicts import CHECKS, NotYet, alike, each, exercise, formula, number, said, skipping, written
+from ..verdicts import CHECKS, NotYet, alike, exercise, formula, match_parts, number, said, skipping, written
 
 # ---- notebook 07 ----
 
@@ -198,7 +198,9 @@ def plain_backward(answer) -> None:
         # h, dh and three gradients, of neurons that fire at all, and a mask or two.
         most = 5 * 2 * tokens * d_model * int((~silent).sum()) + 4 * tokens * d_ff
         got = skipping(answer, (x, up, down, dy, fired), most, "plain_backward")
-        each(got, exact, ("dx", "dup", "ddown"), f"{tokens} tokens, {int(silent.sum())} of {d_ff} neurons silent")
+        match_parts(
+            got, exact, ("dx", "dup", "ddown"), f"{tokens} tokens, {int(silent.sum())} of {d_ff} neurons silent"
+        )
 
 
 @exercise("the penalty joins dh before both factors, and a silent gate gets nothing from either.")
@@ -214,7 +216,7 @@ def factor_gradients(answer) -> None:
         exact = torch.autograd.grad(loss, (before, u))
         with torch.inference_mode():  # so that autograd does not do it for the reader
             got = answer(before.clone(), u.clone(), dh.clone(), c)
-        each(got, exact, ("dg", "du"), f"{tokens} tokens and {d_ff} neurons")
+        match_parts(got, exact, ("dg", "du"), f"{tokens} tokens and {d_ff} neurons")
 
 
 @exercise("room costs bytes; less of it costs time, and never a gradient.")
@@ -234,7 +236,7 @@ def read_word(answer) -> None:
         for t in (0, 3, 21):
             word = int(torch.tensor(value).bfloat16().view(torch.int16)) << 16 | column
             want, names = (value, TILE * t + column), ("the value", "the column")
-            each(answer(word, t), want, names, f"read_word(0x{word:08x}, t={t})")
+            match_parts(answer(word, t), want, names, f"read_word(0x{word:08x}, t={t})")
 
 
 @formula(

@@ -19,7 +19,7 @@ from ...sparsities.two_four import two_four_mask
 from ..choosing.data import hot_neurons, occupied, token_bytes
 from ..sparsity_map.data import pays_after
 from ..training import firing_share
-from ..verdicts import NotYet, alike, close, each, exercise, formula, skipping, written
+from ..verdicts import NotYet, alike, close, exercise, formula, match_parts, skipping, written
 
 # ---- notebook 03 ----
 
@@ -314,7 +314,7 @@ def route(answer) -> None:
         steps.append(len(lines))
         chosen = scores.topk(top_k).indices
         rows = [(chosen == expert).any(1).nonzero()[:, 0].tolist() for expert in range(experts)]
-        each(got, (sum(rows, []), [*map(len, rows)]), ("rows", "counts"), asked)
+        match_parts(got, (sum(rows, []), [*map(len, rows)]), ("rows", "counts"), asked)
     if steps[-1] > steps[0]:
         raise NotYet(f"it is right, but runs {steps[0]} lines for 4 experts and {steps[-1]} for 64: do without a loop.")
 
