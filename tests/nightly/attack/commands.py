@@ -15,8 +15,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from tests.nightly.attack import kills
-from tests.nightly.attack.harness import PLACE
+from tests.nightly.attack import harness, kills
 from twell_lab.app import cli, recordings
 
 # Written beside each other: words without a space, then those that need quotes.
@@ -42,11 +41,11 @@ SMALL = (
 @cache
 def _home() -> Path:
     """Files of every unpleasant kind, and a model that was trained."""
-    home = Path(tempfile.mkdtemp(dir=os.environ.get(PLACE)))
+    home = harness.home()
     (home / "empty").write_bytes(b"")
     (home / "binary").write_bytes(bytes(range(256)) * 40)
     (home / "nulls").write_bytes(bytes(4000))
-    (home / "text.txt").write_bytes(kills._text().read_bytes())
+    assert kills.text() == home / "text.txt"
     (home / "short.txt").write_text("short")
     (home / "no-utf8.txt").write_bytes(b"\xff\xfe broken \x80 text\n" * 300)
     (home / "deep.json").write_text("[" * 20000)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 import warnings
@@ -20,7 +19,7 @@ from unittest import mock
 import torch
 
 from tests.nightly.attack import kills
-from tests.nightly.attack.harness import PLACE, damaged
+from tests.nightly.attack.harness import damaged, home
 from twell_lab import records
 from twell_lab.analysis.planner import Plan, plan
 from twell_lab.analysis.profile import FiringProfile, profile
@@ -36,11 +35,6 @@ WINDOWS = [torch.zeros(2, 8, dtype=torch.long)]
 
 
 @cache
-def _home() -> Path:
-    return Path(tempfile.mkdtemp(dir=os.environ.get(PLACE)))
-
-
-@cache
 def _model() -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel(ModelConfig(vocabulary=256, d_model=8, layers=1, heads=1, d_ff=16, context=8))
@@ -51,7 +45,7 @@ def _model() -> LanguageModel:
 
 def _make_run(folder: Path) -> None:
     """A training's checkpoint and metrics, without its final model, which is a kind of its own."""
-    train(kills.config(kills._text()), out=folder, progress=False)
+    train(kills.config(kills.text()), out=folder, progress=False)
     for path in [*folder.iterdir()]:
         if path.name not in (checkpoint.STATE, "metrics.jsonl"):
             path.unlink()
@@ -72,9 +66,18 @@ def _read_model(folder: Path):
         model(torch.zeros(1, 4, dtype=torch.long))
 
 
+@cache
+def _texts() -> str:
+    folder = home() / "texts"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i:02}.txt").write_text(f"document {i} of a text\n" * 40)
+    return str(folder)
+
+
 def _make_text(folder: Path) -> None:
     folder.rmdir()
-    source.prepare(str(kills._text_of(1)), folder, tokenizer="bpe:300")
+    source.prepare(_texts(), folder, tokenizer="bpe:300")
 
 
 def _read_text(folder: Path):
@@ -86,7 +89,7 @@ def _read_text(folder: Path):
 
 
 def _make_tokenizer(folder: Path) -> None:
-    trained = tokenizer.train([bytes(source.load(kills._text_of(1)).tokens.numpy())], 300, "text")
+    trained = tokenizer.train([bytes(source.load(_texts()).tokens.numpy())], 300, "text")
     (folder / "tokenizer.json").write_text(trained.content)
 
 
@@ -98,9 +101,9 @@ def _read_tokenizer(folder: Path):
 def _make_record(folder: Path) -> None:
     row = {"kind": "ffn_forward", "device": "cpu", "path": "twell", "ms": 0.5, "tokens": 4, "nnz": 2.5}
     row |= {"dense_ms": 1.0, "x_dense": 2.0, "spread": 0.05}
-    record = kills._record(1)
-    record.rows, record.notes = [row, *record.rows], {"gpu_tests": {"passed": 1, "failed": 0}}
-    record.save(folder)
+    origin = {"date": "2026-01-02T03:04:05Z", "commit": None, "dirty": None, "kernels": {}, "machine": {"seed": 1}}
+    notes = {"gpu_tests": {"passed": 1, "failed": 0}}
+    records.Record("attacked", "damaged", [row, {"value": 1}], **origin, notes=notes).save(folder)
     unverified = {"kernels": {"smxx_pack": "0" * 64}, "why": "not yet", "date": "2026-01-02"}
     (folder / records.UNVERIFIED).write_text(json.dumps(unverified))
 
@@ -146,7 +149,7 @@ def _read_metrics(folder: Path):
     """A resumed run makes the file anew."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        train(kills.config(kills._text()), resume=folder, progress=False)
+        train(kills.config(kills.text()), resume=folder, progress=False)
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
 
@@ -166,7 +169,7 @@ KINDS = {  # how each is made and read, and how often it is drawn
 
 @cache
 def _pristine(kind: str) -> Path:
-    folder = _home() / kind
+    folder = home() / kind
     folder.mkdir()
     KINDS[kind][0](folder)
     return folder
@@ -175,7 +178,7 @@ def _pristine(kind: str) -> Path:
 def check(r: Random, counts: Counter) -> None:
     """One file of one kind damaged, or gone, or a folder in its place."""
     kind = r.choices(tuple(KINDS), [weight for _, _, weight in KINDS.values()])[0]
-    folder = Path(tempfile.mkdtemp(dir=_home()))
+    folder = Path(tempfile.mkdtemp(dir=home()))
     shutil.rmtree(folder)
     shutil.copytree(_pristine(kind), folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())

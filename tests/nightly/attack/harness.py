@@ -10,15 +10,24 @@ import os
 import random
 import resource
 import signal
+import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 MOST_FAILURES = 10
 PLACE = "TWELL_LAB_ATTACK"  # the environment variable that names the folder for what the attacks write
 PRELOADED = ["torch", *(f"twell_lab.{name}" for name in ("app.cli", "training.loop", "analysis.planner", "simulator"))]
 PRELOADED.append("twell_lab.training.text.source")
+
+
+@cache
+def home() -> Path:
+    """A folder of this process's own for what an attack writes."""
+    return Path(tempfile.mkdtemp(dir=os.environ.get(PLACE)))
 
 
 def randomness(name: str, seed: int, number: int) -> random.Random:

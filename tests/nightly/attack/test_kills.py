@@ -1,11 +1,17 @@
-"""kill -9 in the middle of trainings, preparations and saves."""
+"""Trainings that are killed at any moment, and saves that are killed before each of their changes to the disk."""
 
 import sys
 
 import pytest
+import torch
 
 from tests.nightly.attack import kills
 from tests.nightly.attack.harness import attack
+from tests.training.train.harming import killed_at
+from twell_lab import records
+from twell_lab.analysis.planner import Plan
+from twell_lab.analysis.profile import FiringProfile, profile
+from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes as Linux does")
 
@@ -16,6 +22,52 @@ def test_trainings_that_are_killed_and_resumed(extent, report):
     report("trainings killed and resumed", {"cases": counts["checked"], "kills": counts["kills"], "by": counts})
 
 
-def test_saves_that_are_killed(extent, report):
-    counts = attack("saves", kills.check_writer, **extent(400))
-    report("saves killed", {"cases": counts["checked"], "kills": counts.get("kills", 0), "by": counts})
+def model(seed):
+    made = LanguageModel(ModelConfig(vocabulary=16, d_model=8, layers=1, heads=1, d_ff=16, context=8))
+    for weight in made.parameters():
+        weight.data.fill_(seed)
+    return made
+
+
+def record(folder, seed):
+    made = records.Record("attacked", str(seed), [{"value": seed}], "2026-01-02T03:04:05Z", None, None, {}, kernels={})
+    records.core.write_atomically(folder / "record.json", made.to_json())
+
+
+# What saves a thing of each kind, another for each seed, and how the seed is read from what was saved.
+SAVES = {
+    "record": (record, lambda folder: int(records.load(folder / "record.json").purpose)),
+    "model": (
+        lambda folder, seed: model(seed).save(folder),
+        lambda folder: int(next(LanguageModel.load(folder).parameters())[0, 0]),
+    ),
+    "profile": (
+        lambda folder, seed: profile(model(1), torch.zeros(seed, 8, dtype=torch.int64)).save(folder / "it.json"),
+        lambda folder: FiringProfile.load(folder / "it.json").tokens // 8,
+    ),
+    "plan": (
+        lambda folder, seed: Plan([], "cpu", "float32", rates={"a": float(seed)}).save(folder / "it.json"),
+        lambda folder: int(Plan.load(folder / "it.json").rates["a"]),
+    ),
+}
+
+
+def test_saves_that_are_killed(report, tmp_path):
+    """One thing is saved, another over it by a process that is killed, and that one once more: what has the name is one
+    of the two at every time, and whole. (tests/training has this of checkpoints and of prepared texts.)"""
+    kinds = dict.fromkeys(SAVES, 0)
+    for kind, (save, read) in SAVES.items():
+        killed = True
+        while killed:
+            kinds[kind] += 1
+            folder = tmp_path / f"{kind} {kinds[kind]}"
+            folder.mkdir()
+            save(folder, 1)
+            killed = killed_at(kinds[kind], lambda save=save, folder=folder: save(folder, 2))
+            assert read(folder) in (1, 2)[not killed :], kinds
+            save(folder, 2)
+            assert read(folder) == 2
+            kills.nothing_left(folder)
+        assert kinds[kind] > 2
+    many = sum(kinds.values())
+    report("saves killed", {"cases": many, "kills": many - len(kinds), "by": kinds})

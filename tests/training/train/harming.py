@@ -32,28 +32,36 @@ def full_at(change: int, act: Callable[[], object]) -> bool:
     return _in_child(act, change, refuse)
 
 
+def before_change(change: int, harm: Callable[[], object]) -> Callable[[], int]:
+    """Have `harm` called just before this process's change number `change` (from 1) to the disk. Returns a function that
+    says how many changes are left until then."""
+    left = change
+
+    def watch(event: str, details: tuple) -> None:
+        nonlocal left
+        flags = details[2] if event == "open" else 0
+        writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if event in CHANGES or writes:
+            left -= 1
+            if not left:
+                harm()
+
+    sys.addaudithook(watch)
+    return lambda: left
+
+
 def _in_child(act: Callable[[], object], change: int, harm: Callable[[], None]) -> bool:
     if not (child := os.fork()):
-        status, left = 3, change
-
-        def watch(event: str, details: tuple) -> None:
-            nonlocal left
-            flags = details[2] if event == "open" else 0
-            writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            if event in CHANGES or writes:
-                left -= 1
-                if not left:
-                    harm()
-
+        status = 3
         try:
             signal.alarm(60)
             torch.set_num_threads(1)
-            sys.addaudithook(watch)
+            left = before_change(change, harm)
             try:
                 act()
             except InputError as error:
                 assert "No space left" in str(error)
-            status = HARMED if left < 1 else 0
+            status = HARMED if left() < 1 else 0
         finally:
             if status == 3:
                 traceback.print_exc()
