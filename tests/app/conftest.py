@@ -62,18 +62,13 @@ def refused(ask):
     return run
 
 
-@pytest.fixture
-def spawn():
-    """Runs the command in a process of its own in which some modules cannot be imported."""
-
-    def run(*arguments, without="", **environment):
-        code = f"import sys; sys.modules.update(dict.fromkeys({without.split()!r})); "
-        code += "from twell_lab.app.cli import main; sys.exit(main())"
-        command = [sys.executable, "-c", code, *map(str, arguments)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-
-    return run
+def spawn(*arguments, without="", **environment):
+    """Run the command in a process of its own in which some modules cannot be imported."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({without.split()!r})); "
+    code += "from twell_lab.app.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 import twell_lab as tl
 from tests.models.speaking import decoders
-from twell_lab.models import tiny
+from twell_lab.models.tiny import EDGE
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install lm_eval")
 
@@ -28,14 +28,11 @@ def test_a_swapped_model_answers_as_the_dense_one(tmp_path, monkeypatch):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [{"question": f"{n}+1=", "choices": [str(n + 1), str(n + 2)], "gold": 0} for n in range(9)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "sums.yaml").write_text(TASK.replace("FOLDER", str(tmp_path)))
-    content = tokenizers.Tokenizer.from_str(tiny.bytes_tokenizer())
-    edges = dict.fromkeys(("eos_token", "pad_token"), tiny.EDGE)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=content, **edges)
+    tokenizer = decoders.of_bytes(eos_token=EDGE, pad_token=EDGE)
     model = decoders.build("Llama", hidden_act="relu", vocab_size=len(tokenizer)).requires_grad_(False)
 
     def evaluated():

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.models.speaking import decoders
-from twell_lab.models import tiny
+from twell_lab.models.tiny import EDGE
 
-transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-for needed in ("fastapi", "uvicorn", "openai"):
+for needed in ("transformers", "tokenizers", "fastapi", "uvicorn", "openai"):
     pytest.importorskip(needed, reason='pip install "transformers[serving]"')
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +24,7 @@ PROMPT, TOKENS = "In the", 12
 
 @pytest.mark.parametrize("batching", [["--continuous-batching", "--cb-num-blocks", "64"], []])
 def test_a_swapped_model_is_served(tmp_path, batching):
-    edges = dict.fromkeys(("eos_token", "pad_token"), tiny.EDGE)
-    content = tokenizers.Tokenizer.from_str(tiny.bytes_tokenizer())
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=content, **edges)
+    tokenizer = decoders.of_bytes(eos_token=EDGE, pad_token=EDGE)
     model = decoders.build("Llama", hidden_act="relu", vocab_size=len(tokenizer), max_position_embeddings=512)
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id

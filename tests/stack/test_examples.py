@@ -50,18 +50,10 @@ def test_the_readme_says_what_its_example_prints(capsys, monkeypatch):
 @pytest.fixture
 def own_model(tmp_path, monkeypatch):
     """A small model of transformers with its tokenizer, and a text, under the names that docs/library.md has for them."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    spelled = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    spelled.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    spelled.decoder = tokenizers.decoders.ByteLevel()
-    sizes = dict(vocab_size=256, hidden_size=16, ffn_dim=40, num_hidden_layers=2, num_attention_heads=2)
-    config = transformers.OPTConfig(**sizes, word_embed_proj_dim=16, max_position_embeddings=512)
-    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "build" / "my-model")
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=spelled)
-    made.save_pretrained(tmp_path / "build" / "my-model")
-    decoders.build("Llama", vocab_size=256, max_position_embeddings=512).save_pretrained(tmp_path / "build" / "silu")
-    made.save_pretrained(tmp_path / "build" / "silu")
+    for family, name in (("OPT", "my-model"), ("Llama", "silu")):
+        model = decoders.build(family, vocab_size=256, max_position_embeddings=512)
+        for part in (model, decoders.of_bytes()):
+            part.save_pretrained(tmp_path / "build" / name)
     (tmp_path / "my-text.txt").write_text("a text of some thousand letters, line after line\n" * 300)
     monkeypatch.chdir(tmp_path)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import twell_lab as tl
-from tests.app.conftest import ROOT
+from tests.app.conftest import ROOT, spawn
 from twell_lab import records
 from twell_lab.app import cli
 from twell_lab.bench import forward
@@ -32,7 +32,7 @@ def test_every_command_has_help_that_fits_a_terminal(ask, monkeypatch, command):
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_help_and_version_need_neither_torch_nor_plotly(spawn, argument):
+def test_help_and_version_need_neither_torch_nor_plotly(argument):
     ran = spawn(argument, without="torch plotly cupy")
     assert ran.returncode == 0 and "twell-lab" in ran.stdout, ran.stderr
 
@@ -81,7 +81,7 @@ def test_waiting_threads_sleep_where_a_busy_machine_trains(monkeypatch, load, se
     assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
-def test_without_a_terminal_nothing_but_the_result_is_printed(spawn, text):
+def test_without_a_terminal_nothing_but_the_result_is_printed(text):
     done = spawn("train", "--text", text, "--steps", "3", *SMALL)
     assert done.returncode == 0 and "bits per byte" in done.stdout and done.stderr == ""
 

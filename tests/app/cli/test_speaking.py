@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import twell_lab as tl
-from twell_lab.models.tiny import LanguageModel, ModelConfig
+from tests.models.speaking import decoders
+from twell_lab.models.tiny import EDGE, LanguageModel, ModelConfig
 from twell_lab.training.text.tokenizer import train
 
 
@@ -73,19 +74,12 @@ def test_what_is_no_text_is_refused(refused, model, prompt):
 @pytest.fixture
 def opt(capsys, tmp_path):
     """An OPT, which is none of ours, with a tokenizer that spells bytes and puts a token of its own before a text."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    torch.manual_seed(0)
-    letters = ["<s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
-    spelled = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    spelled.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    spelled.decoder = tokenizers.decoders.ByteLevel()
-    spelled.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    sizes = dict(vocab_size=257, hidden_size=16, ffn_dim=40, num_hidden_layers=2, num_attention_heads=2)
+    processors = pytest.importorskip("tokenizers").processors
+    before = processors.TemplateProcessing(single=[EDGE, "$A"], special_tokens=[(EDGE, 0)])
     marks = dict(bos_token_id=0, eos_token_id=None, pad_token_id=None)
-    config = transformers.OPTConfig(**sizes, **marks, word_embed_proj_dim=16, max_position_embeddings=64, init_std=0.5)
-    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=spelled, bos_token="<s>")
-    tokenizer.save_pretrained(tmp_path / "opt")
+    model = decoders.build("OPT", vocab_size=256, max_position_embeddings=64, num_hidden_layers=2, **marks)
+    for part in (model, decoders.of_bytes(before, bos_token=EDGE)):
+        part.save_pretrained(tmp_path / "opt")
     capsys.readouterr()  # their bars
     return tmp_path / "opt"
 

@@ -3,16 +3,13 @@
 import copy
 import dataclasses
 import html
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.app.conftest import ROOT
+from tests.app.conftest import ROOT, spawn
 from twell_lab import formats, records
 from twell_lab.app import page, tour
 from twell_lab.app.terminal import said_fast, verdict
@@ -31,11 +28,8 @@ UNUSED = (
 def taken(tmp_path_factory):
     """One quick tour, in a process of its own on a CPU: (record, folder, what it wrote to stdout and stderr)."""
     folder = tmp_path_factory.mktemp("tour") / "build" / "tour"
-    code = f"import sys; sys.modules.update(dict.fromkeys({UNUSED.split()!r})); "
-    code += "from twell_lab.app.cli import main; sys.exit(main())"
-    more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", code, "tour", "--quick", "--text", TEXT, "--out", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **more})
+    asked = ("tour", "--quick", "--text", TEXT, "--out", folder)
+    done = spawn(*asked, without=UNUSED, PATH="", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     return records.load(folder / "tour.json"), folder, done
 

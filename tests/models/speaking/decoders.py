@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from twell_lab.models import tiny
+
 VOCABULARY, END = 97, 2
 _SIZES = dict(
     vocab_size=VOCABULARY,
@@ -54,6 +56,16 @@ def build(name: str, **changes) -> nn.Module:
     for weight in model.parameters():
         weight.data.mul_(4 if weight.dim() > 1 else 1)
     return model
+
+
+def of_bytes(processor=None, **marks):
+    """Return a tokenizer of transformers whose tokens are bytes. marks: special tokens by their names, from tiny.EDGE;
+    processor: the post-processor of the `tokenizers` library."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    content = tokenizers.Tokenizer.from_str(tiny.bytes_tokenizer())
+    if processor is not None:
+        content.post_processor = processor
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=content, **marks)
 
 
 def prompts(batch: int = 3, tokens: int = 9) -> tuple[torch.Tensor, torch.Tensor]:

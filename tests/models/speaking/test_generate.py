@@ -13,7 +13,6 @@ import twell_lab as tl
 from tests.models.speaking import decoders
 from twell_lab.core import InputError
 from twell_lab.models import generate as module
-from twell_lab.models import tiny as ours
 from twell_lab.models.generate import Step
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
@@ -226,9 +225,7 @@ def test_a_seed_repeats_the_draw_and_leaves_torchs_generator_alone(loop):
 
 
 def test_a_stop_text_may_straddle_tokens(loop):
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    content = tokenizers.Tokenizer.from_str(ours.bytes_tokenizer())
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=content)
+    tokenizer = decoders.of_bytes()
     model = decoders.build("Llama", vocab_size=len(tokenizer))
     model.lm_head.weight.data[:32], model.lm_head.weight.data[127:] = 0, 0  # printable characters alone are likely
     said = own(model, IDS[:1], None)[0]
