@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import twell_lab as tl
+from tests.layers import models_of
 from twell_lab import core
 from twell_lab.app.bench_command import told
 from twell_lab.bench import drawn, models, workloads
@@ -22,25 +23,13 @@ from twell_lab.models.thresholds import calibrate
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 SIZES = ModelConfig(vocabulary=64, d_model=16, layers=2, heads=2, d_ff=64, context=32)
 QUICK = {"tokens": (16,), "batches": (2,), "seconds": 0.0, "progress": False}
-SMALL = {
-    **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "hidden_act": "relu"},
-}
-OTHERS = {
-    "llama": {},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 16},
-    "gpt2": {"activation_function": "relu"},
-    "mixtral": {"num_local_experts": 4, "num_key_value_heads": 1},
-}
 
 
-def theirs(kind="llama", **changes):
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **{**SMALL, **OTHERS[kind], **changes})
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+def theirs(**changes):
+    return models_of.build("Llama", **{"intermediate_size": 64, "max_position_embeddings": 64, **changes})
 
 
 def ours(**changes):
@@ -133,9 +122,9 @@ def test_a_drawn_model_fires_as_a_profiled_one_does(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", [*OTHERS, "ours", "ours, plain"])
+@pytest.mark.parametrize("kind", ["Llama", "OPT", "GPT-2", "Mixtral", "ours", "ours, plain"])
 def test_a_step_of_decoding_gives_what_the_whole_sequence_gives(kind):
-    model = Causal(theirs(kind) if kind in OTHERS else ours(gated=kind == "ours"))
+    model = Causal(ours(gated=kind == "ours") if "ours" in kind else models_of.build(kind))
     ids = torch.randint(64, (3, 9))
     kept = model.keep(ids[:, :8])
     with torch.no_grad():

@@ -105,16 +105,16 @@ CAUSAL = [name for name, (kind, _) in MODELS.items() if "Causal" in kind or "LMH
 CODED = ("MPT", "Bloom")
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, act: str = "relu") -> nn.Module:
+def build(name: str, dtype: torch.dtype = torch.float32, act: str = "relu", **changes) -> nn.Module:
     """The same model each time, in evaluation mode. No weight and no bias is zero or so small that it would not be
-    missed. act: what its configuration calls the activation."""
+    missed. act: what its configuration calls the activation. changes: of its configuration."""
     transformers = pytest.importorskip("transformers")
     kind, settings = MODELS[name]
     settings = {
         key: each.replace("relu2", "relu").replace("relu", act) if act != "relu" and isinstance(each, str) else each
         for key, each in settings.items()
     }
-    config = getattr(transformers, kind).config_class(**settings | dict(bos_token_id=1, pad_token_id=0))
+    config = getattr(transformers, kind).config_class(**settings | dict(bos_token_id=1, pad_token_id=0) | changes)
     config.eos_token_id = config.sep_token_id = None
     if dtype == torch.float64:
         config._experts_implementation = "eager"  # torch's grouped products take no float64

@@ -2,42 +2,25 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.layers.models_of import build
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import SquaredReLU
 
-SIZES = dict(vocab_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0)
-LLAMA = SIZES | dict(hidden_size=16, intermediate_size=40, max_position_embeddings=32, initializer_range=0.2)
-
-
-def _of(family: str, **sizes):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes, bos_token_id=1, eos_token_id=2)
-    kind = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    return getattr(transformers, kind)(config).eval()
-
 
 def llama(**changes):
-    return _of("Llama", **{**LLAMA, "hidden_act": "silu", **changes})
+    """With weights so small that few gates lie at the least value of a SiLU."""
+    model = build("Llama", **{"hidden_act": "silu", **changes})
+    for weight in model.parameters():
+        weight.data /= 2 if weight.dim() > 1 else 1
+    return model
 
 
 def gpt2():
-    small = dict(n_embd=16, n_inner=40, n_layer=2, n_head=2, n_positions=32, initializer_range=0.2)
-    return _of("GPT2", vocab_size=64, **small)
-
-
-def opt():
-    small = dict(hidden_size=16, ffn_dim=40, word_embed_proj_dim=16, activation_function="gelu", init_std=0.2)
-    return _of("OPT", **SIZES | small, max_position_embeddings=32)
-
-
-def phi3():
-    return _of("Phi3", **LLAMA)
+    return build("GPT-2", act="gelu_new")
 
 
 def ours(activation: Callable | None = None, **changes):
@@ -54,8 +37,8 @@ def ours(activation: Callable | None = None, **changes):
 MODELS = {
     "Llama": llama,
     "GPT-2": gpt2,
-    "OPT": opt,
-    "Phi-3": phi3,
+    "OPT": lambda: build("OPT", act="gelu"),
+    "Phi-3": lambda: build("Phi-3", act="silu"),
     "ours, SiLU": lambda: ours(nn.SiLU()),
     "ours, SiLU in place": lambda: ours(nn.SiLU(inplace=True)),
     "ours, a function": lambda: ours(F.silu),
