@@ -59,6 +59,35 @@ def exact_of(x, gate, up, down, gate_bias, up_bias, down_bias, acts=RELU) -> Ten
     )
 
 
+def unwaiting(call):
+    """The result of a call during which waiting for the GPU is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(call):
+    """What a graph of a call leaves in its output once it was replayed."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    graph.replay()
+    return y
+
+
+def on_another_stream(call):
+    """The result of a call on a stream that waits for this one, and that this one waits for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        result = call()
+    torch.cuda.current_stream().wait_stream(side)
+    return result
+
+
 def launched(monkeypatch) -> list[str]:
     """A list to which the name of each kernel is added when it is launched."""
     names, launch = [], Bound._launch

@@ -21,7 +21,7 @@ from twell_lab.ops.activation import Activation
 from twell_lab.ops.checks import is_turned
 from twell_lab.ops.reference import GatedFeedForward
 
-from .drawn import dense_of, exact_of, module, tensors
+from .drawn import captured, dense_of, exact_of, module, on_another_stream, tensors, unwaiting
 
 pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -246,25 +246,6 @@ def test_a_layer_with_another_activation(gated, act):
 # ---- inside torch
 
 
-def unwaiting(call):
-    """The result of a call during which waiting for the GPU is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        return call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def captured(call):
-    """What a graph of a call leaves in its output once it was replayed."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call()
-    graph.replay()
-    return y
-
-
 @each_path
 @each_kind
 @pytest.mark.parametrize("tokens", [8, 300, 2100, 4200])
@@ -274,14 +255,13 @@ def test_nothing_waits_and_graphs_and_streams_give_the_same(tokens, gated, choic
     sparse = swapped(made, choice)
     expected = sparse(made[0])
     assert torch.equal(unwaiting(lambda: sparse(made[0])), expected)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        late = made[0] * 1  # made on the side stream: a kernel on another one would read it too early
+
+    def late():
+        x = made[0] * 1  # made on the side stream: a kernel on another one would read it too early
         torch.cuda._sleep(20_000_000)
-        y = sparse(late + 0)
-    torch.cuda.current_stream().wait_stream(side)
-    assert torch.equal(y, expected)
+        return sparse(x + 0)
+
+    assert torch.equal(on_another_stream(late), expected)
     x, graph = made[0].clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = sparse(x)

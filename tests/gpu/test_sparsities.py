@@ -10,6 +10,7 @@ from torch import nn
 
 import twell_lab as tl
 from tests.gpu import needed
+from tests.gpu.drawn import captured, on_another_stream, unwaiting
 from tests.ops.rows import blocks as block_rows
 from tests.ops.rows import microtiles as tile_rows
 from tests.ops.rows import spmm as spmm_rows
@@ -70,17 +71,7 @@ def assert_as_good(fast, dense, x):
 def assert_unwaiting_and_captured(call):
     """The same bits where waiting for the GPU is an error, and from a CUDA graph."""
     wanted = call()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        result = call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(result, wanted)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    graph.replay()
-    assert torch.equal(result, wanted)
+    assert torch.equal(unwaiting(call), wanted) and torch.equal(captured(call), wanted)
 
 
 # ---- masks and products
@@ -295,12 +286,8 @@ def test_in_a_graph_on_another_stream_and_compiled(name):
     dense = layer_of(name)
     sparse, x = SparseFFN(dense, plan=Choice(name)), normal(64, D_MODEL)
     with torch.no_grad():
-        expected, side = sparse(x), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            beside = sparse(x)
-        torch.cuda.current_stream().wait_stream(side)
-        assert torch.equal(beside, expected)
+        expected = sparse(x)
+        assert torch.equal(on_another_stream(lambda: sparse(x)), expected)
         assert_unwaiting_and_captured(lambda: sparse(x))
         torch._dynamo.reset()
         compiled = torch.compile(sparse, fullgraph=True)  # dense

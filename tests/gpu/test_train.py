@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from tests.ops import dense
+from tests.ops.dense import exact_gradients, gradients
 from twell_lab.cuda.launch import lie
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.layers.terms import layer_terms
@@ -18,45 +19,11 @@ from twell_lab.ops import train_lost
 from twell_lab.ops.train import PATHS, counts, takes, train, train_ffn
 from twell_lab.ops.train_rows import reference
 
-from .drawn import tensors
+from .drawn import on_another_stream, tensors, unwaiting
 
 pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = ("y", "l1", "x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-
-
-def dense(x, gate, up, down, gate_bias, up_bias, down_bias, path=None):
-    """(y, l1) by torch."""
-    first = torch.relu(linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias))
-    h = first if gate is None else first * linear(x, up, up_bias)
-    return linear(h, down, down_bias), h.abs().sum(1, dtype=torch.float32)
-
-
-def exact(x, gate, up, down, gate_bias, up_bias, down_bias, dy, dl1):
-    """y, l1 and the gradients in float64, from the gate that torch rounds."""
-    g = linear(x, up if gate is None else gate, up_bias if gate is None else gate_bias).double()
-    x, gate, up, down, up_bias, down_bias, dy, dl1 = (
-        None if t is None else t.double() for t in (x, gate, up, down, up_bias, down_bias, dy, dl1)
-    )
-    keep = g > 0
-    g = torch.where(keep, g, 0.0)
-    u = None if gate is None else linear(x, up, up_bias)
-    h = g if u is None else g * u
-    dh = dy @ down + dl1[:, None] * h.sign()
-    dg = torch.where(keep, dh if u is None else dh * u, 0.0)
-    du = None if u is None else dh * g
-    dx = dg @ up if u is None else dg @ gate + du @ up
-    weights = (None, dg.t() @ x) if u is None else (dg.t() @ x, du.t() @ x)
-    biases = (None, dg.sum(0)) if u is None else (dg.sum(0), du.sum(0))
-    return [linear(h, down, down_bias), h.abs().sum(1), dx, *weights, dy.t() @ h, *biases, dy.sum(0)]
-
-
-def step(function, made, dy, dl1, **how):
-    leaves = [None if t is None else t.detach().requires_grad_() for t in made]
-    y, l1, *_ = function(*leaves, **how)
-    asked = [t for t in leaves if t is not None]
-    found = iter(torch.autograd.grad([y, l1], asked, [dy, dl1]))
-    return [y.detach(), l1.detach(), *(None if t is None else next(found) for t in leaves)]
 
 
 def upstream(made, seed=3):
@@ -69,7 +36,8 @@ def assert_right(made, path="twell", again=False):
     """The norm of each error is at most twice that of torch's dense layer, plus half an ulp of what is there: of a
     handful of values torch's may be exact by luck. again: a second step gives the same bits."""
     dy, dl1 = upstream(made)
-    found, reached, right = step(train_ffn, made, dy, dl1, path=path), step(dense, made, dy, dl1), exact(*made, dy, dl1)
+    found, reached = gradients(train_ffn, made, dy, dl1, path=path), gradients(dense.step, made, dy, dl1)
+    right = exact_gradients(made, dy, dl1, rounded=dense.first(*made))
     ulp = torch.finfo(made[0].dtype).eps / 2
     for name, a, b, e in zip(NAMES, found, reached, right):
         assert (a is None) == (b is None)
@@ -77,7 +45,7 @@ def assert_right(made, path="twell", again=False):
             off, allowed = (a.double() - e).norm(), 2 * (b.double() - e).norm() + ulp * e.norm()
             assert off <= allowed, f"{name}: {float(off):.4g} of {float(e.norm()):.4g}, {float(allowed):.4g} allowed"
     if again:
-        for a, b in zip(found, step(train_ffn, made, dy, dl1, path=path)):
+        for a, b in zip(found, gradients(train_ffn, made, dy, dl1, path=path)):
             assert a is None or torch.equal(a, b)
 
 
@@ -161,7 +129,7 @@ def test_a_row_that_is_not_finite_spoils_its_own_output_alone():
     made = tensors(64, 256, 1000, biased=True)
     made[0][5, 3], made[0][9, 0] = torch.inf, torch.nan
     dy, dl1 = upstream(made)
-    found = step(train_ffn, made, dy, dl1)
+    found = gradients(train_ffn, made, dy, dl1)
     x, gate, up, down, *biases = (t.double() for t in made)
     right = reference(x, gate, up, down.t(), *biases, dy.double(), dl1.double(), BF16)
     bad = torch.zeros(64, dtype=torch.bool, device="cuda").index_fill(0, torch.tensor([5, 9], device="cuda"), True)
@@ -182,7 +150,7 @@ def test_the_operator_keeps_torch_s_rules(gated):
         torch.library.opcheck(torch.ops.twell_lab.train.default, (*made, "twell"), test_utils=asked)
     compiled = torch.compile(train_ffn, fullgraph=True)
     dy, dl1 = upstream(made)
-    for a, b in zip(step(compiled, made, dy, dl1), step(train_ffn, made, dy, dl1)):
+    for a, b in zip(gradients(compiled, made, dy, dl1), gradients(train_ffn, made, dy, dl1)):
         assert a is None or torch.equal(a, b)
 
 
@@ -190,14 +158,14 @@ def test_nothing_as_wide_as_the_layer_is_kept_and_what_is_may_move():
     made = tensors(2048, 768, 3072)
     made[3] = made[3].t().contiguous().t()
     dy, dl1 = upstream(made)
-    expected, kept = step(train_ffn, made, dy, dl1), []
+    expected, kept = gradients(train_ffn, made, dy, dl1), []
 
     def away(t):  # as offloading does, which forgets strides
         kept.append((t.shape, t.nbytes))
         return t.cpu().contiguous()
 
     with torch.autograd.graph.saved_tensors_hooks(away, lambda t: t.cuda()):
-        found = step(train_ffn, made, dy, dl1)
+        found = gradients(train_ffn, made, dy, dl1)
     assert all(a is None or torch.equal(a, b) for a, b in zip(found, expected))
     shapes = {made[0].shape, *(t.shape for t in made[1:4])}
     assert sum(size for shape, size in kept if shape not in shapes) < 2048 * 3072  # half of a hidden tensor
@@ -212,12 +180,12 @@ def test_second_derivatives_and_checkpoints(path):
         first = torch.autograd.grad(sum(t.square().sum() for t in function(*made)[:2]), asked, create_graph=True)
         return torch.autograd.grad(sum(t.square().sum() for t in first), asked)
 
-    for a, b in zip(second(lambda *t: train_ffn(*t, path=path)), second(dense)):
+    for a, b in zip(second(lambda *t: train_ffn(*t, path=path)), second(dense.step)):
         assert (a - b).norm() <= 1e-3 * b.norm()
     made = tensors(300, 256, 1000)
     dy, dl1 = upstream(made)
     again = lambda *t: checkpoint(lambda *u: train_ffn(*u, path=path), *t, use_reentrant=False)  # noqa: E731
-    for a, b in zip(step(again, made, dy, dl1), step(train_ffn, made, dy, dl1, path=path)):
+    for a, b in zip(gradients(again, made, dy, dl1), gradients(train_ffn, made, dy, dl1, path=path)):
         assert a is None or torch.equal(a, b)
 
 
@@ -311,28 +279,16 @@ def test_a_term_says_how_many_tokens_were_lost(compiled):
 def test_side_streams_graphs_and_threads_compute_the_same_and_nothing_waits():
     made = tensors(300, 256, 1000)
     dy, dl1 = upstream(made)
-    expected = step(train_ffn, made, dy, dl1)
-    torch.cuda.synchronize()
-    results = []
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        results.append(step(train_ffn, made, dy, dl1))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        results.append(step(train_ffn, made, dy, dl1))
-    torch.cuda.current_stream().wait_stream(stream)
-    thread = threading.Thread(
-        target=lambda: results.append(step(train_ffn, made, dy, dl1))
-    )  # its context is not current
+    call = lambda: gradients(train_ffn, made, dy, dl1)  # noqa: E731
+    expected = call()
+    results = [unwaiting(call), on_another_stream(call)]
+    thread = threading.Thread(target=lambda: results.append(call()))  # its context is not current
     thread.start()
     thread.join()
     x = made[0].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(train_ffn, [x, *made[1:]], dy, dl1)
+        captured = gradients(train_ffn, [x, *made[1:]], dy, dl1)
     x.copy_(made[0].flip(0))
     graph.replay()
     x.copy_(made[0])

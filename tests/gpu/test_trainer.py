@@ -22,28 +22,15 @@ from .drawn import launched
 FLOAT32, BFLOAT16 = 1e-3, 2e-2
 
 
+SIZES = dict(steps=24, batch=16, context=128, d_model=128, layers=2, heads=4, d_ff=512)
+SMALL = TrainConfig(**SIZES, log_every=4, eval_every=12, eval_windows=16, warmup=4, device="cuda", l1=0.003)
+
+
 @pytest.fixture(scope="module")
 def tiny():
     library = standard_library()
     text = dataclasses.replace(library, tokens=library.tokens[:1_000_000], size=1_000_000, starts=(0,), cut=None)
-    base = TrainConfig(
-        steps=24,
-        batch=16,
-        context=128,
-        d_model=128,
-        layers=2,
-        heads=4,
-        d_ff=512,
-        log_every=4,
-        eval_every=12,
-        eval_windows=16,
-        warmup=4,
-        device="cuda",
-        l1=0.003,
-        text=text,
-        dead_window=4096,
-    )
-    return lambda **changes: dataclasses.replace(base, **changes)
+    return lambda **changes: dataclasses.replace(SMALL, **{"text": text, "dead_window": 4096, **changes})
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from tests.models.swapping.spread import MODELS, loud, off, places, spread
+from tests.training.train import small_runs
 from tests.training.train.interrupting import assert_saves_once
 from twell_lab.models.swap import densify, sparsify
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops.train import PATHS, train_ffn
 from twell_lab.training import checkpoint
-from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
 from twell_lab.training.text.source import standard_library
 
 from .drawn import tensors
-from .test_trainer import BFLOAT16, FLOAT32, close
+from .test_trainer import BFLOAT16, FLOAT32, SMALL, close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,33 +65,11 @@ def torchrun(*arguments, processes=2, **options):
 def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.py"
     path.write_bytes(standard_library().tokens[:1_000_000].numpy().tobytes())
-    return TrainConfig(
-        steps=24,
-        batch=16,
-        context=128,
-        d_model=128,
-        layers=2,
-        heads=4,
-        d_ff=512,
-        log_every=4,
-        eval_every=12,
-        eval_windows=16,
-        warmup=4,
-        device="cuda",
-        l1=0.003,
-        text=path,
-    )
+    return dataclasses.replace(SMALL, text=path)
 
 
 def options(config):
-    """The command's options for all that differs from its defaults."""
-    plain = TrainConfig()
-    changed = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != getattr(plain, field.name)
-    }
-    return [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in changed.items()]
+    return [*small_runs.options(config), f"--text={config.text}"]
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,16 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tests.ops import dense
+from tests.ops.table import poisoned
 from twell_lab.cuda import launch
 from twell_lab.formats.twell import TILE, WORDS
 from twell_lab.layers.choice import Choice, one_of_each
@@ -160,37 +162,6 @@ def _strided(t: Tensor, r: random.Random) -> Tensor:
 Path = Callable[[Layer, Tensor], Tensor]  # computes a layer on an x like its own
 
 
-def first_projection(gate, up, gate_bias=None, up_bias=None) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of the projection that decides which neurons fire: the gate, or up in a plain layer."""
-    return (up, up_bias) if gate is None else (gate, gate_bias)
-
-
-def dense_hidden(
-    x: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    keep: Tensor | None = None,
-) -> Tensor:
-    """Return what torch's dense layer hands to its down projection, [tokens, d_ff]; gate None: a plain layer. keep:
-    which neurons fire, boolean [tokens, d_ff]; by default those whose gate is above zero."""
-    first = linear(x, *first_projection(gate, up, gate_bias, up_bias))
-    fired = torch.relu(first) if keep is None else torch.where(keep, first, 0.0)
-    return fired if gate is None else fired * linear(x, up, up_bias)
-
-
-def _dense_step(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(y, sum of |h| of each token) of torch's dense layer, in the tensors' own dtype. tensors: in the order of NAMES."""
-    x, gate, up, down, gate_bias, up_bias, down_bias = tensors
-    h = dense_hidden(x, gate, up, gate_bias, up_bias)
-    return linear(h, down, down_bias), h.abs().sum(1, dtype=torch.float32)
-
-
-def _first(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
-    return linear(x, *first_projection(gate, up, gate_bias, up_bias))
-
-
 def _ffn(layer: Layer, x: Tensor, **how) -> Tensor:
     w = layer.weights
     biases = {"gate_bias": w.gate_bias, "up_bias": w.up_bias, "down_bias": w.down_bias}
@@ -198,7 +169,7 @@ def _ffn(layer: Layer, x: Tensor, **how) -> Tensor:
 
 
 def _packed(layer: Layer, x: Tensor) -> Tensor:
-    w, packed = layer.weights, functional.pack(_first(x, *layer.tensors[1:]), layer.tile, layer.words)
+    w, packed = layer.weights, functional.pack(dense.first(x, *layer.tensors[1:]), layer.tile, layer.words)
     if w.gate is None:
         return functional.packed_down(packed, w.down, w.down_bias)
     return functional.packed_gated(x, packed, w.up, w.down, w.up_bias, w.down_bias)
@@ -280,7 +251,7 @@ def _wrong_results(layer: Layer, r: random.Random, counts: Counter) -> Iterator[
         # compared with the dense layer of the tensors as given, and with that of the copies.
         anew = [None if t is None else t.contiguous() for t in layer.tensors]
         given = [layer.tensors, anew] if layer.x.is_cuda and "strided" in layer.traits else [layer.tensors]
-        exact, beside = accuracy.Exact(*layer.tensors), [(_dense_step(*each)[0], _first(*each)) for each in given]
+        exact, beside = accuracy.Exact(*layer.tensors), [(dense.step(*each)[0], dense.first(*each)) for each in given]
         from_gate = accuracy.Exact(*layer.tensors, first=beside[0][1])
     for name, run in paths_of(layer).items():
         poisoned = r.random() < 0.5
@@ -308,7 +279,6 @@ def _bits(t: Tensor) -> Tensor:
     return t.contiguous().view({2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
-@contextmanager
 def _poison(like: Tensor, filled: bool):
     """Fill memory that torch allocates meanwhile with NaN: all of it where `filled`, otherwise (on a GPU) what torch's
     cache of freed memory hands out again."""
@@ -318,13 +288,7 @@ def _poison(like: Tensor, filled: bool):
             for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22, like.numel() // 2 + 1)
         ]
         del held
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if filled:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    return poisoned() if filled else nullcontext()
 
 
 def _late(run, layer: Layer) -> Tensor:
@@ -342,37 +306,6 @@ def _late(run, layer: Layer) -> Tensor:
 
 
 # ---- gradients ----
-
-
-def steps_of() -> dict[str, Callable]:
-    """Every way of training a layer: name -> function of the tensors that returns y and the sums of |h|."""
-    return {path: functools.partial(train.train_ffn, path=path) for path in train.PATHS}
-
-
-def gradients(
-    step: Callable, tensors: Sequence[Tensor | None], dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return y, and the gradients of all tensors, None for what is not there.
-
-    step: tensors -> (y [tokens, d_model], sums of |h| [tokens], ...). dy, dl1: the gradients of these two."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
-    with torch.enable_grad():
-        y, l1, *_ = step(*leaves)
-        found = iter(torch.autograd.grad([y, l1], [t for t in leaves if t is not None], [dy, dl1]))
-    return y.detach(), [None if t is None else next(found) for t in leaves]
-
-
-def exact_gradients(
-    tensors: Sequence[Tensor | None], keep: Tensor, dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return y and the gradients of all tensors, in float64: of x [tokens, d_model], gate, up, down and their biases,
-    None for what is not there. keep: which neurons fire, boolean [tokens, d_ff]. dy, dl1: as for `gradients`."""
-
-    def step(x, gate, up, down, gate_bias, up_bias, down_bias):
-        h = dense_hidden(x, gate, up, gate_bias, up_bias, keep)
-        return linear(h, down, down_bias), h.abs().sum(1)
-
-    return gradients(step, [None if t is None else t.double() for t in tensors], dy.double(), dl1.double())
 
 
 def _wrong_gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, counts: Counter) -> Iterator[str]:
@@ -393,12 +326,12 @@ def _wrong_gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, coun
     dy = torch.randn(x.shape, generator=g, device=x.device).to(x.dtype)
     dl1 = torch.rand(len(x), generator=g, device=x.device)
     dy[doubt], dl1[doubt] = 0.0, 0.0
-    _, right = exact_gradients(layer.tensors, exact.keep, dy, dl1)
-    _, reached = gradients(_dense_step, layer.tensors, dy, dl1)
+    right = dense.exact_gradients(layer.tensors, dy, dl1, keep=exact.keep)[2:]
+    reached = dense.gradients(dense.step, layer.tensors, dy, dl1)[2:]
     noise = _noise(layer.tensors, exact.keep, dy, dl1)
-    for path, step in steps_of().items():
+    for path in train.PATHS:
         with _poison(x, r.random() < 0.5):
-            found, again = (gradients(step, layer.tensors, dy, dl1)[1] for _ in range(2))
+            found, again = (dense.gradients(train.train_ffn, layer.tensors, dy, dl1, path=path)[2:] for _ in range(2))
         counts.update([f"gradients, {path}", str(x.dtype)[6:]], checked=1, rows=len(x))
         for name, a, b, e, n, second in zip(NAMES, found, reached, right, noise, again):
             if a is None:
@@ -409,19 +342,19 @@ def _wrong_gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, coun
                 yield f"gradient of {name}, {path}: the second call gave other bits"
 
 
-def _off(ours: Tensor, dense: Tensor, exact: Tensor, noise: Tensor) -> float:
+def _off(ours: Tensor, theirs: Tensor, exact: Tensor, noise: Tensor) -> float:
     """The error of a gradient over what is allowed; inf where a value is finite that should not be, or the reverse."""
     kind, most = torch.finfo(ours.dtype), torch.finfo(ours.dtype).max
     end = exact.abs() > most * (1 - 8 * kind.eps)  # what rounds to just beyond the end may round the other way
     at_end = (ours.sign() == exact.sign()) & (ours.abs() > most * (1 - 16 * kind.eps))
-    also = ~ours.isfinite() & ~dense.isfinite() & ~end  # the dense layer's sums overflow, too
+    also = ~ours.isfinite() & ~theirs.isfinite() & ~end  # the dense layer's sums overflow, too
     if not torch.where(end, at_end, ours.isfinite() | also).all():
         return torch.inf
     looked = ~(end | also)
     largest = torch.where(looked, exact, 0.0).abs().amax().to(ours.dtype)
     ulp = torch.nextafter(largest, torch.full_like(largest, torch.inf)).double() - largest.double()
-    held = looked & dense.isfinite()
-    allowed = 2 * torch.where(held, dense.double() - exact, 0.0).norm() + ulp + noise + kind.tiny
+    held = looked & theirs.isfinite()
+    allowed = 2 * torch.where(held, theirs.double() - exact, 0.0).norm() + ulp + noise + kind.tiny
     return float(torch.where(looked, ours.double() - exact, 0.0).norm() / allowed)
 
 
@@ -441,7 +374,7 @@ def _noise(tensors, keep: Tensor, dy: Tensor, dl1: Tensor) -> list[Tensor | None
         None if t is None else t.double() for t in (*tensors, dy, dl1)
     )
     terms = lambda x, w, b=None: linear(x.square(), w.square(), None if b is None else b.square())  # noqa: E731
-    first = first_projection(gate, up, gate_bias, up_bias)
+    first = (up, up_bias) if gate is None else (gate, gate_bias)
     g, g_off = torch.where(keep, linear(x, *first), 0.0), torch.where(keep, terms(x, *first), 0.0)
     u, u_off = (
         (torch.ones_like(g), torch.zeros_like(g)) if gate is None else (linear(x, up, up_bias), terms(x, up, up_bias))

@@ -61,7 +61,7 @@ def options(config):
     """The options of `twell-lab train` for all but the text that differs from its defaults."""
     usual = vars(TrainConfig())
     return [
-        f"--{name.replace('_', '-')}={value}"
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
         for name, value in vars(config).items()
         if value != usual[name] and name != "text"
     ]
