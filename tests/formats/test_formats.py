@@ -1,6 +1,5 @@
 """Every format, made and read back bit for bit, against plain Python integers and lists."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 import twell_lab as tl
 from tests.formats.pools import pool_used
-from twell_lab import core, formats
 from twell_lab.core import InputError
 from twell_lab.formats import (
     COO,
@@ -408,14 +406,3 @@ def test_rows_that_reach_past_the_pool_are_lost_and_no_others():
     assert torch.equal(unread, lost) and torch.equal(back[~lost], torch.relu(gate)[~lost])
     with pytest.raises(InputError, match="float32; bfloat16, float16 are accepted"):
         packed_and_pool(gate.float())
-
-
-def test_the_sizes_are_those_of_the_kernels():
-    text = (core.kernels_dir() / "twell.cuh").read_text(encoding="utf-8")
-    sizes = dict(re.findall(r"#define (POOL\w+) (\d+)", text))
-    assert sizes == {
-        "POOLED_TILE": str(TILE),
-        "POOLED_WORDS": str(WORDS),
-        "POOL_ROWS": str(POOL_ROWS),
-        "POOL_WORDS": str(formats.POOL_WORDS),
-    }

@@ -20,7 +20,7 @@ from twell_lab.layers.find import examine, feed_forwards, is_plain, survey
 from twell_lab.layers.parts import part_at
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import densify, sparsify
-from twell_lab.ops.reference import GatedFeedForward
+from twell_lab.ops.reference import GatedFeedForward, SquaredReLU
 
 pytest.importorskip("transformers")
 
@@ -58,6 +58,7 @@ def quantised(layer):
 
 REASONS = {
     "another activation": (set_part("act_fn", nn.GELU()), "uses GELU; a ReLU is accepted"),
+    "a squared ReLU in a gated layer": (set_part("act_fn", SquaredReLU()), "uses SquaredReLU; a ReLU is accepted"),
     "a ReLU of one's own": (set_part("act_fn", type("OtherReLU", (nn.ReLU,), {"forward": torch.tanh})()), "OtherReLU"),
     "another class": (set_part("up_proj", Doubling(16, 40)), r"up_proj is a .*Doubling; accepted: a plain torch.nn"),
     "other widths": (set_part("down_proj", nn.Linear(40, 32)), r"of shapes .*\(32, 40\)"),

@@ -78,14 +78,14 @@ SAME = {
 }
 
 
+def twice_where(single):
+    return lambda layer, x: layer.down_proj(hidden(layer, x)) * (2 if single(x) else 1)
+
+
 ALONE = {
-    "a batch of one": lambda x: x.shape[0] == 1,
-    "one row": lambda x: x.shape[:-1].numel() == 1,
-    "one row without a batch": lambda x: x.shape == (1, D_MODEL),
-}
-ALONE = {
-    name: lambda layer, x, single=single: layer.down_proj(hidden(layer, x)) * (2 if single(x) else 1)
-    for name, single in ALONE.items()
+    "a batch of one": twice_where(lambda x: x.shape[0] == 1),
+    "one row": twice_where(lambda x: x.shape[:-1].numel() == 1),
+    "one row without a batch": twice_where(lambda x: x.shape == (1, D_MODEL)),
 }
 
 

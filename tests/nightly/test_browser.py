@@ -50,12 +50,6 @@ def with_a_widget() -> list[str]:
     return [name for name in sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb")) if shows(name)]
 
 
-def test_no_widget_is_shown_in_a_way_that_these_tests_would_not_see():
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        shown = ["".join(cell["source"]) for cell in cells(path.name) if "xplorer(" in "".join(cell["source"])]
-        assert all(SHOWN in text or "display(" not in text for text in shown), path.name
-
-
 def bare(name: str) -> dict:
     """The notebook without outputs and, if it is not WHOLE, without what follows its last widget's still figure."""
     kept = cells(name)

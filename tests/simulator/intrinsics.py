@@ -53,14 +53,11 @@ def _functions_of(n: str, pair: str) -> None:
     add("to_char_rz", "i8", "u16", f"__{n}2char_rz({x})")
     add("to_uchar_rz", "u8", "u16", f"__{n}2uchar_rz({x})")
     add("cast_int", "i32", "u16", f"(int){x}")
-    for name in (
-        "__hneg",
-        "__habs",
-        *"hsqrt hrcp htrunc hceil hfloor hrint hexp hexp2 hexp10 hlog hlog2 hlog10".split(),
-    ):
+    ones = (
+        "__hneg __habs hsqrt hrcp htrunc hceil hfloor hrint hexp hexp2 hexp10 hlog hlog2 hlog10 hsin hcos htanh hrsqrt"
+    )
+    for name in ones.split():
         sixteen(name.strip("_"), "u16", f"{name}({x})")
-    for name in ("hsin", "hcos", "htanh", "hrsqrt"):
-        sixteen(name, "u16", f"{name}({x})")
     sixteen("minus", "u16", f"-({x})")
     for name in "hadd hsub hmul hmax hmin hmax_nan hmin_nan hadd_sat hsub_sat hmul_sat hdiv".split():
         sixteen(name, "u16", f"__{name}({x}, {y})")

@@ -44,12 +44,6 @@ class Pooled:
         both = (normal(d_ff).to(dtype), normal(d_model).to(dtype)) if biases else (None, None)
         return cls(x.to(dtype), gate, up.to(dtype), down_t.to(dtype), *both, normal(tokens, d_model) if start else None)
 
-    def to(self, device: str) -> Pooled:
-        values = (
-            getattr(self, each.name) for each in dataclasses.fields(self)
-        )  # a run leaves more attributes than these
-        return Pooled(*(None if t is None else t.to(device) for t in values))
-
     def run(self, name: str, version: int | None, most: int = ANY_NUMBER) -> Tensor:
         """Returns y; self.lost and self.lost_x hold the lost rows."""
         tokens = len(self.x)
@@ -60,9 +54,7 @@ class Pooled:
         here = {"device": self.x.device}
         unread = torch.arange(31, **here) >= counts[..., None]
         packed[..., 1:][unread] = POISON  # nobody may read these, nor what lies past the pool's end
-        used = (counts - 31).clamp(min=0)
-        used = pool_used(packed)
-        pool[torch.arange(64, **here) >= used[..., None]] = POISON
+        pool[torch.arange(64, **here) >= pool_used(packed)[..., None]] = POISON
         self.lost = torch.full((1 + tokens,), POISON, dtype=torch.int32, **here)
         self.lost[0] = 0
         self.lost_x = torch.full_like(self.x, POISON)
@@ -98,15 +90,15 @@ class Pooled:
         assert torch.equal(bits(self.lost_x[:count]), bits(self.x[rows]))
         assert (self.lost_x[count:] == torch.full_like(self.x[0], POISON)).all()
         assert (y[lost] == torch.full_like(y[0], POISON)).all()  # left alone
-        exact, dense = (t[~lost] for t in self.exact_and_dense(name))
-        if name == "gated":
-            spoilt = ~self.x.isfinite().all(1) & (self.gate <= 0).any(1)
-            assert y[spoilt & ~lost].isnan().all()
-            keep = ~spoilt[~lost]
-            exact, dense = exact[keep], dense[keep]
-            got = y[~lost][keep]
-        else:
-            got = y[~lost]
-        assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(got.isinf(), exact.isinf())
-        assert len(got) == 0 or accuracy.worst_row(got, dense, exact)[0] <= 1.0, (name, version)
+        self.judge(name, y, ~lost)
         return y
+
+    def judge(self, name: str, y: Tensor, rows) -> None:
+        """Check some rows of y: NaN where x is not finite and a neuron is silent, else as good as the dense layer's."""
+        got, exact, dense = (t[rows] for t in (y, *self.exact_and_dense(name)))
+        if name == "gated":
+            spoilt = (~self.x.isfinite().all(1) & (self.gate <= 0).any(1))[rows]
+            assert got[spoilt].isnan().all()
+            got, exact, dense = (t[~spoilt] for t in (got, exact, dense))
+        assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(got.isinf(), exact.isinf())
+        assert len(got) == 0 or accuracy.worst_row(got, dense, exact)[0] <= 1.0, name

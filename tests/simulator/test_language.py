@@ -1,5 +1,7 @@
 """What CUDA's language lets a kernel do, and what compile and launch take: results against NumPy, in both builds."""
 
+from unittest.mock import call
+
 import numpy as np
 import pytest
 import torch
@@ -346,36 +348,33 @@ def test_arrays_that_share_memory_still_do(program):
 ITEMS, DOUBLES, LONGS = np.zeros(4, np.int32), np.zeros(4), np.zeros(4, np.int64)
 OUT = (ITEMS,)
 REFUSED = {
-    "has no kernel 'place'": ("place", 1, 1, OUT),
-    r"places takes 1 arguments \(out\); 2": ("places", 1, 1, (ITEMS, 3)),
-    "out of places is of type list": ("places", 1, 1, ([1, 2],)),
-    "out of places is a NumPy array with strides": ("places", 1, 1, (np.zeros((4, 4), np.int32)[:, 0],)),
-    "out of places is not contiguous": ("places", 1, 1, (torch.zeros(4, 4).t()[:, :2],)),
-    "out of places is meta": ("places", 1, 1, (torch.zeros(4, device="meta"),)),
-    "n of many_blocks is 2.5": ("many_blocks", 1, 33, (ITEMS, 2.5)),
-    "n of many_blocks is 2147483648; -2147483648 to 2147483647": ("many_blocks", 1, 33, (ITEMS, 2**31)),
-    "small of language is -1; 0 to 255": ("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, -1, 1.0, 0)),
-    "scale of language is 'a'": ("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, 1, "a", 0)),
-    r"out of language is int32; the kernel takes double\*": ("language", 1, 1, (ITEMS, ITEMS, LONGS, True, 1, 1.0, 0)),
-    "block is .*1025": ("places", 1, 1025, OUT),
-    r"block is \(33, 32, 1\)": ("places", 1, (33, 32), OUT),
-    r"grid is \(1, 0\)": ("places", (1, 0), 1, OUT),
-    "watch is 'everything'": ("places", 2, 2, OUT, {"watch": "everything"}),
-    "trace is 2; a block number from 0 to 1": ("places", 2, 2, OUT, {"trace": 2}),
-    "shared_bytes is 1000000": ("places", 2, 2, OUT, {"shared_bytes": 10**6}),
-    "cores is 0": ("places", 2, 2, OUT, {"cores": 0}),
+    "has no kernel 'place'": call("place", 1, 1, OUT),
+    r"places takes 1 arguments \(out\); 2": call("places", 1, 1, (ITEMS, 3)),
+    "out of places is of type list": call("places", 1, 1, ([1, 2],)),
+    "out of places is a NumPy array with strides": call("places", 1, 1, (np.zeros((4, 4), np.int32)[:, 0],)),
+    "out of places is not contiguous": call("places", 1, 1, (torch.zeros(4, 4).t()[:, :2],)),
+    "out of places is meta": call("places", 1, 1, (torch.zeros(4, device="meta"),)),
+    "n of many_blocks is 2.5": call("many_blocks", 1, 33, (ITEMS, 2.5)),
+    "n of many_blocks is 2147483648; -2147483648 to 2147483647": call("many_blocks", 1, 33, (ITEMS, 2**31)),
+    "small of language is -1; 0 to 255": call("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, -1, 1.0, 0)),
+    "scale of language is 'a'": call("language", 1, 1, (DOUBLES, ITEMS, LONGS, True, 1, "a", 0)),
+    r"out of language is int32; the kernel takes double\*": call(
+        "language", 1, 1, (ITEMS, ITEMS, LONGS, True, 1, 1.0, 0)
+    ),
+    "block is .*1025": call("places", 1, 1025, OUT),
+    r"block is \(33, 32, 1\)": call("places", 1, (33, 32), OUT),
+    r"grid is \(1, 0\)": call("places", (1, 0), 1, OUT),
+    "watch is 'everything'": call("places", 2, 2, OUT, watch="everything"),
+    "trace is 2; a block number from 0 to 1": call("places", 2, 2, OUT, trace=2),
+    "shared_bytes is 1000000": call("places", 2, 2, OUT, shared_bytes=10**6),
+    "cores is 0": call("places", 2, 2, OUT, cores=0),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_launches_that_cannot_be(message, program):
-    (*launch, options), more = REFUSED[message], {}
-    if isinstance(options, dict):
-        more = options
-    else:
-        launch.append(options)
     with pytest.raises(InputError, match=message):
-        program.launch(*launch, **more)
+        program.launch(*REFUSED[message].args, **REFUSED[message].kwargs)
     assert not ITEMS.any()
 
 

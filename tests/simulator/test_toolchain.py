@@ -23,12 +23,6 @@ if not toolchain.available():
 
 
 @pytest.fixture
-def cache():
-    """The user's own, where the simulator's C++ is compiled already."""
-    return core.cache_dir()
-
-
-@pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """A stand-in for the simulator's C++ that compiles in no time."""
     folder = tmp_path / "tiny"
@@ -67,39 +61,39 @@ def test_other_systems_are_told_where_it_runs(platform, machine, monkeypatch):
     assert not toolchain.available()
 
 
-def messages_of(text, cache, **headers):
+def messages_of(text, **headers):
     with pytest.raises(CompileError) as caught:
-        build({"k.cu": text, **headers}, "k.cu", cache_in=cache)
+        build({"k.cu": text, **headers}, "k.cu")
     message = str(caught.value)
-    assert str(cache) not in message and tempfile.gettempdir() not in message and "sim_unit" not in message
+    assert str(core.cache_dir()) not in message and tempfile.gettempdir() not in message and "sim_unit" not in message
     assert len(message.splitlines()) <= 22
     return message
 
 
-def test_a_syntax_error_reads_as_the_compiler_said_it(cache):
-    message = messages_of(KERNEL % "  x[0] = 1\n  x[1] = 2;", cache)
+def test_a_syntax_error_reads_as_the_compiler_said_it():
+    message = messages_of(KERNEL % "  x[0] = 1\n  x[1] = 2;")
     assert message.startswith("k.cu does not compile for the simulator:\n")
     assert re.search(r"^k\.cu:2:11: error: expected ';'", message, re.M)
-    message = messages_of('#include "sub/h.cuh"\n', cache, **{"sub/h.cuh": "\nwhat;\n"})
+    message = messages_of('#include "sub/h.cuh"\n', **{"sub/h.cuh": "\nwhat;\n"})
     assert re.search(r"^sub/h\.cuh:2:\d+: error: ", message, re.M)
 
 
-def test_other_mistakes(cache):
-    assert re.search(r"k\.cu:1:10: fatal error: .*nosuch\.h", messages_of("#include <nosuch.h>\n", cache))
-    lost = messages_of("__device__ int f(int);\n" + KERNEL % "x[0] = f(3);", cache)
+def test_other_mistakes():
+    assert re.search(r"k\.cu:1:10: fatal error: .*nosuch\.h", messages_of("#include <nosuch.h>\n"))
+    lost = messages_of("__device__ int f(int);\n" + KERNEL % "x[0] = f(3);")
     assert re.search(r"\nk\.cu(:3)?: f\(int\) is declared and used, and defined nowhere", lost)
 
 
 @pytest.mark.parametrize("name", ["__activemask()", "(__nv_fp8_e4m3)1.0f"])
-def test_names_of_cudas_that_are_missing_are_named(name, cache):
+def test_names_of_cudas_that_are_missing_are_named(name):
     word = re.search(r"__\w+", name)[0]
     with pytest.raises(Unsupported, match=rf"k.cu:2: {word} is not known to the simulator"):
-        build({"k.cu": KERNEL % f"x[0] = (float){name};"}, "k.cu", cache_in=cache)
+        build({"k.cu": KERNEL % f"x[0] = (float){name};"}, "k.cu")
 
 
 @pytest.mark.parametrize("kind", toolchain.KINDS)
-def test_shared_variables_are_where_the_library_says(kind, cache):
-    built = build({"k.cu": DECLARES, "more.cuh": MORE}, "k.cu", {}, kind, cache_in=cache)
+def test_shared_variables_are_where_the_library_says(kind):
+    built = build({"k.cu": DECLARES, "more.cuh": MORE}, "k.cu", {}, kind)
     assert built.kind == kind and list(built.kernels) == ["plain", "hidden", "k"]
     found = {(v.name, v.function): (v.type, v.shape) for v in built.shared}
     if kind == "watched":  # elsewhere the compiler keeps in registers what it can
@@ -119,10 +113,10 @@ def _span(built, name):
 
 
 @pytest.mark.parametrize("kind", ["fast", "watched"])
-def test_addresses_lead_back_to_lines(kind, cache):
+def test_addresses_lead_back_to_lines(kind):
     header = "__device__ __forceinline__ int helper(int a) {\n    return a * a * 3;  // three\n}\n"
     text = '#include "sub dir/h.cuh"\n' + KERNEL % "    for (int i = 0; i < 3; ++i)\n        x[i] = helper((int)x[i]);"
-    built = build({"k.cu": text, "sub dir/h.cuh": header}, "k.cu", {}, kind, cache_in=cache)
+    built = build({"k.cu": text, "sub dir/h.cuh": header}, "k.cu", {}, kind)
     start, end = _span(built, "k")
     found = built.lines(range(start + 1, end + 1))
     assert {*range(start + 1, end + 1)} <= found.keys()
@@ -139,8 +133,8 @@ def test_addresses_lead_back_to_lines(kind, cache):
     assert found[0] == found[2**40] == Line("?", 0, "", "?")
 
 
-def test_without_binutils_the_message_names_them(cache):
-    built = build({"k.cu": KERNEL % "x[0] = 1;"}, "k.cu", cache_in=cache)
+def test_without_binutils_the_message_names_them():
+    built = build({"k.cu": KERNEL % "x[0] = 1;"}, "k.cu")
     with pytest.raises(StackError, match="binutils"):
         toolchain.find_lines(lambda name: None, built.path, [1], built.sources)
 

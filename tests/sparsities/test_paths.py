@@ -186,7 +186,7 @@ def test_gradients_autocast_and_compiled_code_are_the_dense_layers(name, x):
             assert torch.equal(sparse(x), dense(x))
 
 
-@pytest.mark.parametrize("name", ["blocks", *HERE])
+@pytest.mark.parametrize("name", ["twell", "blocks", *HERE])
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
 def test_weights_that_are_not_finite_are_refused(name, part):
     dense = layer(bias=True, mask=empty_blocks)

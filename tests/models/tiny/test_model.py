@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from twell_lab.core import InputError
 from twell_lab.layers.find import feed_forwards, firing_layers
-from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.swap import sparsify
 from twell_lab.models.tiny import LanguageModel, ModelConfig, rotate
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
@@ -144,18 +143,6 @@ def test_squared_layers_compute_their_formulas():
     gate, up, down = (part.weight for part in (gated.gate_proj, gated.up_proj, gated.down_proj))
     torch.testing.assert_close(gated(x), ((x @ gate.T).clamp(min=0) ** 2 * (x @ up.T)) @ down.T)
     torch.testing.assert_close(plain(x), (x @ plain.up_proj.weight.T).clamp(min=0) ** 2 @ plain.down_proj.weight.T)
-
-
-def test_sparse_layers_refuse_a_gated_squared_model_and_say_why():
-    squared = model(gated=True, activation="relu2")
-    for refused in (
-        lambda: sparsify(squared, "twell"),
-        lambda: SparseFFN(squared.layers[0].mlp),
-        lambda: feed_forwards(squared),
-    ):
-        with pytest.raises(InputError, match="SquaredReLU.*ReLU"):
-            refused()
-    assert not any(isinstance(module, SparseFFN) for module in squared.modules())
 
 
 @pytest.mark.parametrize("gated", [True, False])
