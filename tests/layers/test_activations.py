@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.layers.drawn import check_close
 from twell_lab.layers.activations import is_relu, is_squared, is_threshold, kernel_activation, kernel_inputs
 from twell_lab.layers.find import survey
 from twell_lab.layers.lossy import Cut, ThresholdedActivation
@@ -106,7 +105,9 @@ def test_the_kernels_activation_keeps_the_same_values(name, dtype):
 def test_a_sparse_layer_computes_it(name):
     dense = LAYERS[name][0]()
     x = torch.randn(50, D_MODEL)
-    check_close(SparseFFN.from_module(copy.deepcopy(dense))(x), dense, x)
+    exact = copy.deepcopy(dense).double()(x.double())
+    off, allowed = ((y.double() - exact).norm(dim=1) for y in (SparseFFN.from_module(dense)(x), dense(x)))
+    assert (off <= 2 * allowed + 1e-6 * exact.abs().amax(1)).all()
 
 
 @pytest.mark.parametrize(
