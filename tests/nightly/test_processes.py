@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.training.train.interrupting import assert_saves_once, wait_for_rows
-from tests.training.train.small_runs import SMALL
-from tests.training.train.test_distributed import ENVIRONMENT, TORCHRUN
+from tests.training.train.small_runs import ENVIRONMENT, SMALL
+from tests.training.train.test_distributed import TORCHRUN
 from twell_lab.training import checkpoint
 
 

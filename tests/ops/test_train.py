@@ -119,25 +119,21 @@ def test_second_derivatives(path, gated):
     assert_near(second(lambda *t: train_ffn(*t, path=path), made), second(dense, exact(made)), torch.float32)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed(path, reentrant):
-    made = layer(5, 6, 11)
-    call = lambda *t: checkpoint(lambda *u: train_ffn(*u, path=path), *t, use_reentrant=reentrant)  # noqa: E731
-    if not reentrant:
-        assert_near(gradients(call, made), gradients(dense, exact(made)), torch.float32)
-        return
-    y, l1, _ = call(*made)
-    loss_of(y, l1, (1.0, 0.3)).backward()  # reentrant checkpointing has no torch.autograd.grad
-    assert_near([t.grad for t in leaves(made)], gradients(dense, exact(made)), torch.float32)
+WAYS = {
+    "compiled": lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"),
+    "checkpointed": lambda step: lambda *t: checkpoint(step, *t, use_reentrant=False),
+    "checkpointed anew": lambda step: lambda *t: checkpoint(step, *t, use_reentrant=True),
+}
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("gated", [True, False])
-def test_compiled_whole(path, gated):
+@pytest.mark.parametrize("way", WAYS)
+def test_inside_of_what_torch_does_with_a_step(way, path, gated):
     made = layer(5, 6, 11, gated=gated)
-    compiled = torch.compile(lambda *t: train_ffn(*t, path=path), fullgraph=True, backend="aot_eager")
-    assert_near(gradients(compiled, made), gradients(dense, exact(made)), torch.float32)
+    y, l1, _ = WAYS[way](lambda *t: train_ffn(*t, path=path))(*made)
+    loss_of(y, l1, (1.0, 0.3)).backward()  # checkpointing that enters anew has no torch.autograd.grad
+    assert_near([t.grad for t in leaves(made)], gradients(dense, exact(made)), torch.float32)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -74,9 +74,11 @@ def test_a_layer_in_which_nothing_fires_is_drawn():
     assert list(plots.firing_by_layer(silent).data[0].y) == [0.0]
 
 
-def test_a_layer_that_is_not_there_is_refused(firing):
+def test_a_layer_or_a_tile_that_is_not_there_is_refused(firing):
     with pytest.raises(InputError, match="layers 0 to 1"):
         plots.neuron_frequency(firing, 2)
+    with pytest.raises(InputError, match="tiles 0 to 0"):
+        plots.tile_of(formats.TwELL.from_gate(torch.ones(1, 4, dtype=torch.bfloat16), tile=4, words=4), 0, 1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,12 +103,6 @@ def test_a_tile_read_back_from_its_words_is_the_tile(dtype, width, share, words,
         assert [plots.decode(word, at["dtype"]) for word in at["words"][1:] + at["tail"]] == [
             (part[column].item(), column) for column in kept
         ]
-
-
-def test_a_tile_that_is_not_there_is_refused():
-    packed = formats.TwELL.from_gate(torch.ones(1, 4, dtype=torch.bfloat16), tile=4, words=4)
-    with pytest.raises(InputError, match="tiles 0 to 0"):
-        plots.tile_of(packed, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,12 @@ def matrices(draw, most=9):
     return matrix.clamp(-finite.max, finite.max).to(dtype)
 
 
+def assert_near(y, exact, dtype):
+    largest = exact.abs().amax() if exact.numel() else 0
+    most = torch.finfo(dtype).eps * exact.abs() + 1e-5 * largest
+    assert y.dtype == dtype and ((y.double() - exact).abs() <= most).all()
+
+
 @given(matrices())
 @settings(max_examples=60, deadline=None)
 def test_values_are_within_their_precision(matrix):
@@ -69,10 +75,7 @@ def test_a_product_is_that_of_the_rounded_values(product, kind, shape, columns, 
     rows, short = quantise(weight, kind), quantise(x.reshape(-1, columns), kind)
     y = product(x, rows, bias)
     exact = short.dense(torch.float64) @ rows.dense(torch.float64).t()
-    exact = (exact if bias is None else exact + bias.double()).view(*shape, out)
-    largest = exact.abs().amax() if exact.numel() else 0
-    most = torch.finfo(dtype).eps * exact.abs() + 1e-5 * largest
-    assert y.dtype == dtype and ((y.double() - exact).abs() <= most).all()
+    assert_near(y, (exact if bias is None else exact + bias.double()).view(*shape, out), dtype)
 
 
 @pytest.mark.parametrize("product, kind", PRODUCTS)
@@ -114,9 +117,7 @@ def test_what_fires_times_its_rows(tokens, d_ff, gated, biases, density, dtype):
         dots = x.double() @ up.dense(torch.float64).t()
         hidden = hidden * (dots if up_bias is None else dots + up_bias.double())
     exact = hidden @ down.dense(torch.float64) + (0 if down_bias is None else down_bias.double())
-    largest = exact.abs().amax() if exact.numel() else 0
-    most = torch.finfo(dtype).eps * exact.abs() + 1e-5 * largest
-    assert y.dtype == dtype and ((y.double() - exact).abs() <= most).all()
+    assert_near(y, exact, dtype)
 
 
 def test_output_error():

@@ -3,7 +3,9 @@ crashed, so that it does not get to save itself."""
 
 import hashlib
 import itertools
+import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from twell_lab.training.config import TrainConfig
 from twell_lab.training.loop import train
 from twell_lab.training.text.source import Text
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
 # The smallest model, whatever it is trained on.
 SMALL = "--d-model=16 --heads=2 --layers=1 --d-ff=32 --eval-windows=4 --device=cpu".split()
 

@@ -8,14 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.training.train.harming import full_at, killed_at
 from tests.training.train.interrupting import wait_for_rows
-from tests.training.train.small_runs import SMALL, Enough, broken_off, options, until
+from tests.training.train.small_runs import ENVIRONMENT, SMALL, Enough, broken_off, options, until
 from twell_lab.analysis import switching
 from twell_lab.app import cli
 from twell_lab.core import LOCK, InputError
@@ -23,10 +22,9 @@ from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, loop, parallel
 from twell_lab.training.loop import initial_model, train
 
-ROOT = Path(__file__).resolve().parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Everything that has a state of its own: neurons counted and re-initialised, the ramp of l1, parts of a step.
+UNFINISHED = ["metrics.jsonl", "tokenizer.json", "training.pt"]  # what is saved of a run that has not ended
 FULL = dict(dead_window=60, reinit=0.1, dead_every=3, l1_warmup=2, accumulate=2, l1=1.0, lr=0.08, warmup=2)
 
 
@@ -59,11 +57,7 @@ def unbroken(tiny, tmp_path_factory):
 
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tiny, curve, unbroken, tmp_path):
     broken_off(tiny(**FULL), tmp_path, 8)
-    assert checkpoint.load(tmp_path)["step"] == 7 and names(tmp_path) == [
-        "metrics.jsonl",
-        "tokenizer.json",
-        "training.pt",
-    ]
+    assert checkpoint.load(tmp_path)["step"] == 7 and names(tmp_path) == UNFINISHED
     result = train(tiny(**FULL), resume=tmp_path, progress=False)
     whole, folder = unbroken
     assert any(sum(row["dead_layers"]) for row in whole.history if row["step"] in (6, 9))  # re-initialised after
@@ -307,11 +301,7 @@ def test_what_is_not_finite_ends_a_run_and_the_checkpoint_before_stays(tiny, tmp
     config = tiny(steps=6, kernels="off" if what in words else what)
     with pytest.raises(InputError, match=words.get(what, r"not finite in layers\.0\.mlp\.up_proj\.weight")):
         train(config, out=tmp_path, progress=False)
-    assert checkpoint.load(tmp_path)["step"] == 3 and names(tmp_path) == [
-        "metrics.jsonl",
-        "tokenizer.json",
-        "training.pt",
-    ]
+    assert checkpoint.load(tmp_path)["step"] == 3 and names(tmp_path) == UNFINISHED
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 

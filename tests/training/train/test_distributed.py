@@ -3,7 +3,6 @@ does when it is told to end itself is in tests/nightly/test_processes.py."""
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.train.small_runs import options
+from tests.training.train.small_runs import ENVIRONMENT, options
 from twell_lab.core import DeviceError, InputError
 from twell_lab.models.tiny import LanguageModel
 from twell_lab.training import checkpoint, parallel
 from twell_lab.training.loop import train
 
-ROOT = Path(__file__).resolve().parents[3]
-SEVERAL = ROOT / "tests" / "training" / "train" / "several.py"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+SEVERAL = Path(__file__).with_name("several.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # Sums over halves of a batch are rounded elsewhere than sums over all of it. Over these twelve steps, at a learning
 # rate high enough for neurons to die, losses were seen to agree to 1e-6 and a nearly silent layer's L1 to 2.4e-5.
