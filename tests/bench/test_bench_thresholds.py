@@ -25,11 +25,6 @@ def trained():
     return losses.Calibrated(TINY)
 
 
-def broken(model, *_, **__):
-    feed_forwards(model)[0].down.weight.data *= 100
-    return model
-
-
 def test_a_cut_says_what_it_costs_and_what_a_step_takes(trained):
     steps = losses.thresholds(config=TINY)["thresholds"]
     assert len(steps) == 4 and all(isinstance(layer.mlp.act_fn, nn.SiLU) for layer in trained.model.layers)
@@ -50,7 +45,12 @@ def test_a_cut_says_what_it_costs_and_what_a_step_takes(trained):
 
 
 def test_a_path_that_computes_something_else_is_not_timed(trained, monkeypatch):
-    monkeypatch.setattr(losses, "sparsify", lambda *given: broken(sparsify(*given)))
+    def broken(*given):
+        model = sparsify(*given)
+        feed_forwards(model)[0].down.weight.data *= 100
+        return model
+
+    monkeypatch.setattr(losses, "sparsify", broken)
     monkeypatch.setattr(losses.rows, "measured", lambda *_, **__: pytest.fail("it was timed"))
     with pytest.raises(clock.WrongResult, match="forced kept_inputs: a layer: off by"):
         losses.cut_rows(trained, "teal", 0.9)

@@ -164,15 +164,8 @@ def test_the_newest_target_of_the_same_major_version(monkeypatch, tmp_path, preb
         assert compiler.architecture(capability) == wanted
 
 
-@pytest.fixture
-def forgetful():
-    compiler.compiler.cache_clear()
-    yield
-    compiler.compiler.cache_clear()
-
-
-@pytest.mark.usefixtures("forgetful")
 def test_without_cupy_the_command_is_named(monkeypatch, tmp_path):
+    compiler.compiler.cache_clear()
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     compiled = lambda: compiler.compile("smxx_pack.cu", "sm_90", {}, cache_in=tmp_path)  # noqa: E731

@@ -33,13 +33,6 @@ def test_a_plan_takes_what_is_fastest_for_the_way_of_calling(calls):
     torch._dynamo.reset()
 
 
-def gated_model(layers, d_model, d_ff, nnzs):
-    """(a model of so many gated layers, one after the other, bf16; inputs of it): layer i fires as nnzs says."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(Normed(d_model, d_ff, nnz, i) for i, nnz in zip(range(layers), nnzs)))
-    return model, torch.randn(3, 4096, d_model, device="cuda", dtype=torch.bfloat16)
-
-
 class Normed(torch.nn.Module):
     """A drawn gated layer behind a norm, whose first value is the constant that the layer's thresholds go by."""
 
@@ -57,7 +50,9 @@ class Normed(torch.nn.Module):
 
 def test_a_model_is_planned_by_a_few_trials(monkeypatch):
     """38 layers of 2048 x 5632, mean nnz from 2 to 109: in ten seconds, as many timed as it has densities, not layers."""
-    model, inputs = gated_model(38, 2048, 5632, [2 * (109 / 2) ** (i / 37) for i in range(38)])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Normed(2048, 5632, 2 * (109 / 2) ** (i / 37), i) for i in range(38)))
+    inputs = torch.randn(3, 4096, 2048, device="cuda", dtype=torch.bfloat16)
     ran, run = set(), planner.Trial.run
     monkeypatch.setattr(planner.Trial, "run", lambda trial, *given: ran.add(trial.layer.name) or run(trial, *given))
     firing = profile(model, [inputs[0]])

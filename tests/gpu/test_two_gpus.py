@@ -1,6 +1,7 @@
 """Two GPUs train what one trains: replicated and sharded over NCCL, through torch's layers and through the kernels."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -94,15 +95,7 @@ def runs(base, tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(base):
     """What one GPU trains with the same changes, each made once."""
-    made = {}
-
-    def one(**changes):
-        key = json.dumps(changes)
-        if key not in made:
-            made[key] = train(dataclasses.replace(base, **changes), progress=False)
-        return made[key]
-
-    return one
+    return functools.cache(lambda **changes: train(dataclasses.replace(base, **changes), progress=False))
 
 
 def rows(folder):

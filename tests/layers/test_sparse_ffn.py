@@ -140,17 +140,9 @@ def test_a_projection_of_another_dtype_is_torchs_to_refuse():
 
 
 def test_terms_of_a_layer_that_was_adapted_after_the_swap():
-    class Adapted(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base = base
-
-        def forward(self, x):
-            return 2 * self.base(x)
-
     dense = drawn.layer()
     model = nn.Sequential(tl.SparseFFN.from_module(dense, plan=tl.Choice("twell")))
-    model[0].down_proj = Adapted(dense.down_proj)
+    model[0].down_proj = nn.Sequential(dense.down_proj, nn.Tanh())
     x = drawn.rows(5)
     with tl.layer_terms(model) as terms:
         y = model(x)

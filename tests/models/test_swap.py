@@ -11,6 +11,7 @@ from torch import nn
 
 import twell_lab as tl
 from tests.layers import models_of
+from tests.layers.models_of import sparse_layers as sparse
 from tests.models.thresholds import models_of as smooth
 from tests.threads import one_thread  # noqa: F401
 from twell_lab.analysis import planner
@@ -44,10 +45,6 @@ def model(request):
 def answer(model) -> torch.Tensor:
     y = model(TOKENS)
     return getattr(y, "logits", y)
-
-
-def sparse(model) -> list[tl.SparseFFN]:
-    return [m for m in model.modules() if isinstance(m, tl.SparseFFN)]
 
 
 def plan_for(model, *choices: tl.Choice, gain: float = 2.0) -> tl.Plan:

@@ -29,10 +29,6 @@ def test_types_overloads_and_what_needs_no_arrays(run):
     assert run.library.odds_and_ends() == 0
 
 
-def test_compiles_without_a_warning(tmp_path):
-    intrinsics.compile(intrinsics.SOURCE, tmp_path / "it.o", "-c", "-O2")
-
-
 def test_a_watched_build_sees_nothing_of_an_intrinsic(tmp_path):
     # The function around them would be seen, so it is left out as they are. One that is not shows that the flags act.
     code = """

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulator.declarations import DECLARES, KERNEL, MORE
-from twell_lab import core
 from twell_lab.core import CompileError, InputError
 from twell_lab.simulator import source, toolchain
 from twell_lab.simulator.faults import Unsupported
@@ -28,14 +27,6 @@ def own(tmp_path):
 
 def declared(text, defines=None, **headers):
     return listing({"k.cu": text, **headers}, "k.cu", defines or {})
-
-
-def test_a_name_is_a_file_of_kernels_with_its_headers():
-    found = sources("smxx_gated.cu")
-    assert list(found)[0] == "smxx_gated.cu"
-    headers = {"activation.cuh", "dense_row.cuh", "row_walk.cuh", "pool_walk.cuh", "twell.cuh"}
-    assert set(found) == {"smxx_gated.cu", *headers}
-    assert found["twell.cuh"] == (core.kernels_dir() / "twell.cuh").read_text()
 
 
 def test_own_headers_come_before_those_of_kernels(own):

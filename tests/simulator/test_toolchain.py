@@ -36,13 +36,6 @@ def tiny(tmp_path, monkeypatch):
     return folder
 
 
-def not_to_be_compiled(monkeypatch):
-    def compile(command, *_):
-        raise AssertionError(command)
-
-    monkeypatch.setattr(toolchain, "_compile", compile)
-
-
 @pytest.mark.parametrize("named", ["no-such-compiler", "true"])
 def test_a_named_compiler_that_does_not_work_is_an_error_that_says_what_to_install(named, monkeypatch):
     monkeypatch.setenv("TWELL_LAB_CXX", named)
@@ -156,7 +149,7 @@ def test_what_goes_in_decides_the_name_and_nothing_else_does(tiny, tmp_path, mon
     assert len({first, *others}) == 6
     (tiny / "runtime.cpp").write_text("int sim_version() { return 1; }\n")
     (tiny / "notes.txt").write_text("not compiled")
-    not_to_be_compiled(monkeypatch)
+    monkeypatch.setattr(toolchain, "_compile", lambda command, *_: pytest.fail(command))
     assert name(dict(reversed(texts.items()))) == first
     assert not [path for path in folder.iterdir() if path.is_dir()]
 

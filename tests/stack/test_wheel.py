@@ -74,28 +74,14 @@ def test_what_an_index_shows_of_the_readme_links_nowhere_into_a_checkout(wheel):
     assert [target for target in re.findall(r"\]\(([^)]*)\)", page) if not target.startswith("https://")] == []
 
 
-@pytest.fixture(scope="module")
-def unpacked(wheel, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("unpacked")
-    zipfile.ZipFile(wheel).extractall(folder)
-    return folder
-
-
-def run(unpacked: Path, cwd: Path, *arguments: str) -> str:
-    """What this Python prints with the unpacked wheel for a package, from another folder."""
-    done = subprocess.run(
-        [sys.executable, "-P", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(unpacked), "PATH": "", "HOME": str(cwd)},
-        timeout=120,
-    )
+def test_the_unpacked_wheel_finds_its_own_files(wheel, tmp_path):
+    unpacked, elsewhere = tmp_path / "unpacked", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    elsewhere.mkdir()
+    environment = {"PYTHONPATH": str(unpacked), "PATH": "", "HOME": str(elsewhere)}
+    command = [sys.executable, "-P", "-c", PROGRAM]
+    done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_unpacked_wheel_finds_its_own_files(unpacked, tmp_path):
-    for name, path in json.loads(run(unpacked, tmp_path, "-c", PROGRAM)).items():
+    for name, path in json.loads(done.stdout).items():
         assert Path(path).is_relative_to(unpacked), name
         assert Path(path).exists(), name

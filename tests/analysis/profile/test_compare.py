@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from tests.analysis.profile.test_profile import identity_layer
 from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import InputError
-from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 WIDTH = 40  # two of its neurons are the hottest 5%
 
@@ -15,22 +15,20 @@ WIDTH = 40  # two of its neurons are the hottest 5%
 class Several(torch.nn.Module):
     """Layers of one kind side by side, whose gate is their input."""
 
-    def __init__(self, layers: int, kind: type, width: int):
+    def __init__(self, layers: int, gated: bool, width: int):
         super().__init__()
-        self.each = torch.nn.ModuleList(kind(width, width) for _ in range(layers))
-        for layer in self.each:
-            (layer.up_proj if kind is PlainFeedForward else layer.gate_proj).weight.data.copy_(torch.eye(width))
+        self.each = torch.nn.ModuleList(identity_layer(width, gated) for _ in range(layers))
 
     def forward(self, x):
         return [each(x) for each in self.each]
 
 
-def profiled(*tokens: set[int], layers: int = 1, kind=GatedFeedForward, width: int = WIDTH) -> FiringProfile:
+def profiled(*tokens: set[int], layers: int = 1, gated: bool = True, width: int = WIDTH) -> FiringProfile:
     """Of layers that fire the same neurons at each of the tokens: those that are named there."""
     x = torch.full((1, len(tokens), width), -1.0)
     for at, fired in enumerate(tokens):
         x[0, at, list(fired)] = 1.0
-    return profile(Several(layers, kind, width), x)
+    return profile(Several(layers, gated, width), x)
 
 
 def test_a_profile_compared_with_itself_says_that_its_plan_serves():
@@ -70,7 +68,7 @@ def test_silent_layers_are_compared_as_far_as_they_can_be():
     [
         (lambda: profiled({0}, layers=2), "missing in one profile"),
         (lambda: profiled({0}, width=8), "d_ff 40, gated.* and d_model 8, d_ff 8"),
-        (lambda: profiled({0}, kind=PlainFeedForward), "gated.* and .*plain"),
+        (lambda: profiled({0}, gated=False), "gated.* and .*plain"),
         (lambda: None, "is a NoneType"),
     ],
 )

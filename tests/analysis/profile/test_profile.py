@@ -470,6 +470,7 @@ def broken():
 def test_what_cannot_be_profiled_is_refused(model, batches, words):
     with pytest.raises(InputError, match=words) as refused:
         profile(model(), batches)
+    assert "\n" not in str(refused.value)
     assert "makes the model fail" not in words or refused.value.__cause__ is not None  # the model's own error
 
 

@@ -3,15 +3,12 @@
 import json
 
 import pytest
-import torch
 
-import twell_lab as tl
 from tests.app.conftest import ROOT, joined
 from tests.course.capstone.notebook_kernel import changed, in_the_notebook
 from twell_lab import records, simulator
 from twell_lab.app import recordings
-from twell_lab.core import InputError, TextError
-from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.core import TextError
 from twell_lab.training.text.source import load
 
 ROW = {"kind": "ffn_forward", "device": "NVIDIA Example", "path": "twell", "ms": 0.5, "tokens": 4}
@@ -147,12 +144,6 @@ def test_a_field_of_no_file_of_records_is_refused(tmp_path, wrong):
         load(f"{tmp_path / wrong}?field=said")
 
 
-def test_what_is_no_text_and_no_ids_is_one_line(refused, tmp_path):
+def test_what_is_no_text_is_one_line(refused, tmp_path):
     (tmp_path / "utf16.txt").write_text("words\n" * 500, encoding="utf-16")
     refused("train", "--text", tmp_path / "utf16.txt", *SMALL)
-    model = LanguageModel(ModelConfig(d_model=16, layers=1, heads=2, d_ff=32, context=16))
-    rows = pytest.importorskip("datasets").Dataset.from_dict({"input_ids": [[1, 2, 3] * 5]})
-    for batches in (rows, rows.with_format("torch"), [torch.rand(2, 16)], "words"):
-        with pytest.raises(InputError, match="accepted: ") as said:
-            tl.profile(model, batches)
-        assert "\n" not in str(said.value)

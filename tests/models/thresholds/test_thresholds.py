@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 import twell_lab as tl
 from tests.layers import models_of
+from tests.models.relufication.test_relufication import Scaled
 from tests.models.thresholds.models_of import MODELS, answer, gpt2, llama, ours, tokens
 from twell_lab.core import InputError, RecordError
 from twell_lab.layers.lossy import lossy_parts
 from twell_lab.layers.skipping import SkippingLinear
 from twell_lab.models.thresholds import CONFIG, ROWS, Histogram, calibrate
 from twell_lab.models.tiny import LanguageModel
-from twell_lab.ops.reference import GatedFeedForward
 
 BOTH = pytest.mark.parametrize("method", ["cats", "teal", "wina"])
 INPUTS = pytest.mark.parametrize("method", ["teal", "wina"])
@@ -391,11 +391,6 @@ def thresholded():
 
 def half_swapped():
     return tl.sparsify(llama(hidden_act="relu"), "twell", only=lambda name, _: "0" in name)
-
-
-class Scaled(GatedFeedForward):
-    def forward(self, x):
-        return 3 * super().forward(x)
 
 
 def not_finite():

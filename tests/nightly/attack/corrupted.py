@@ -40,6 +40,10 @@ def _model() -> LanguageModel:
     return LanguageModel(ModelConfig(vocabulary=256, d_model=8, layers=1, heads=1, d_ff=16, context=8))
 
 
+def _profiled() -> FiringProfile:
+    return profile(_model(), WINDOWS)
+
+
 # Each maker fills a folder. Each reader uses what it read.
 
 
@@ -54,10 +58,6 @@ def _make_run(folder: Path) -> None:
 def _read_checkpoint(folder: Path):
     checkpoint.load(folder)
     checkpoint.config_of(folder)
-
-
-def _make_model(folder: Path) -> None:
-    _model().save(folder)
 
 
 def _read_model(folder: Path):
@@ -116,18 +116,6 @@ def _read_record(folder: Path):
         records.verify(folder)
 
 
-def _make_profile(folder: Path) -> None:
-    profile(_model(), WINDOWS).save(folder / "it.json")
-
-
-def _make_plan(folder: Path) -> None:
-    plan(profile(_model(), WINDOWS), _model(), tokens=(1, 8), measure=False).save(folder / "it.json")
-
-
-def _make_thresholds(folder: Path) -> None:
-    thresholds(_model(), WINDOWS).save(folder / "it.json")
-
-
 def _read_as(kind: type, then: Callable = lambda result: None):
     """Return a reader of a result that is saved as JSON, which uses all that it gives."""
 
@@ -138,11 +126,6 @@ def _read_as(kind: type, then: Callable = lambda result: None):
         then(result)
 
     return read
-
-
-def _choose(found: Plan) -> None:
-    for layer in found.layers:
-        str(layer), layer.choice(1), layer.choice(10**6)
 
 
 def _read_metrics(folder: Path):
@@ -156,13 +139,21 @@ def _read_metrics(folder: Path):
 
 KINDS = {  # how each is made and read, and how often it is drawn
     "checkpoint": (_make_run, _read_checkpoint, 6),
-    "model": (_make_model, _read_model, 4),
+    "model": (lambda folder: _model().save(folder), _read_model, 4),
     "text": (_make_text, _read_text, 4),
     "tokenizer": (_make_tokenizer, _read_tokenizer, 4),
     "record": (_make_record, _read_record, 6),
-    "profile": (_make_profile, _read_as(FiringProfile), 6),
-    "plan": (_make_plan, _read_as(Plan, _choose), 6),
-    "thresholds": (_make_thresholds, _read_as(Thresholds, lambda found: found.remove(found.apply(_model()))), 4),
+    "profile": (lambda folder: _profiled().save(folder / "it.json"), _read_as(FiringProfile), 6),
+    "plan": (
+        lambda folder: plan(_profiled(), _model(), tokens=(1, 8), measure=False).save(folder / "it.json"),
+        _read_as(Plan, lambda found: [(str(layer), layer.choice(1), layer.choice(10**6)) for layer in found.layers]),
+        6,
+    ),
+    "thresholds": (
+        lambda folder: thresholds(_model(), WINDOWS).save(folder / "it.json"),
+        _read_as(Thresholds, lambda found: found.remove(found.apply(_model()))),
+        4,
+    ),
     "metrics": (_make_run, _read_metrics, 1),
 }
 
