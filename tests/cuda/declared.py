@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from functools import cache
@@ -15,9 +16,8 @@ from twell_lab.simulator import toolchain
 MOST_SPILLED = {"smxx_train_lost": 700, "smxx_lost_weights": 3610, "smxx_weight_gradients": 128, "sm90_gate_pack": 128}
 MOST_SPILLED |= {"sm80_train_lost": 72, "smxx_listed": 76}
 STATIC_SHARED = 48 * 1024
-SIZES = {"p": 8, "q": 8, "i": 4, "u": 4, "f": 4, "m": 128, "2": 16}  # bytes of a parameter, by its letter
 LETTERS = {"int": "i", "unsigned": "u", "long long": "q", "float": "f", "TensorMap": "m"}  # others: of two pointers
-_PARAMETER, _MOST_THREADS = 0x17, 0x05  # EIATTR_KPARAM_INFO and EIATTR_MAX_THREADS of a cubin
+_MOST_THREADS = 0x05  # EIATTR_MAX_THREADS of a cubin
 
 
 def usual() -> list[tuple[str, str, Macros]]:
@@ -52,15 +52,14 @@ def resources(log: str) -> dict[str, dict[str, int]]:
 
 
 def check(name: str, target: str, macros: Macros) -> None:
-    """Compile a source and compare: its entries, their threads and the sizes of their parameters; what ptxas used."""
+    """Compile a source and compare: its entries and their threads; what ptxas used."""
     one = kernels.sources()[name]
     cubin = compiler.compile(one.file, target, dict(macros))
     used = resources(cubin.log)
     assert set(used) == set(one.entries_of(dict(macros))) and f"for '{target}'" in cubin.log
     for entry, found in used.items():
         kernel = one.kernel(entry, macros)
-        attributes = _attributes(cubin.image, entry)
-        assert attributes == (kernel.threads, [SIZES[letter] for letter in kernel.parameters]), entry
+        assert _threads(cubin.image, entry) == kernel.threads, entry
         assert 0 < found["registers"] <= 255 and found["registers"] * kernel.threads <= 65_536
         assert found["shared_bytes"] <= STATIC_SHARED and found["spill_bytes"] <= MOST_SPILLED.get(name, 0), entry
     if one.alone:  # ptxas's words for giving up; 168 for each of 384 threads are all that a multiprocessor has
@@ -78,18 +77,15 @@ def _sections(image: bytes) -> dict[str, bytes]:
     return {name(h[0]): image[h[4] : h[4] + h[5]] for h in headers}
 
 
-def _attributes(image: bytes, entry: str) -> tuple[int, list[int]]:
-    """The threads that a kernel of a cubin was compiled for, and the bytes of each parameter."""
-    data, at, threads, sizes = _sections(image)[f".nv.info.{entry}"], 0, 0, {}
+def _threads(image: bytes, entry: str) -> int:
+    """The threads that a kernel of a cubin was compiled for."""
+    data, at = _sections(image)[f".nv.info.{entry}"], 0
     while at < len(data):
         form, attribute, short = struct.unpack_from("<BBH", data, at)
         if attribute == _MOST_THREADS:
-            x, y, z = struct.unpack_from("<3I", data, at + 4)
-            threads = x * y * z
-        if attribute == _PARAMETER:
-            sizes[struct.unpack_from("<H", data, at + 8)[0]] = struct.unpack_from("<I", data, at + 12)[0] >> 18
+            return math.prod(struct.unpack_from("<3I", data, at + 4))
         at += 4 + (short if form == 4 else 0)
-    return threads, [sizes[number] for number in sorted(sizes)]
+    return 0
 
 
 def read(one: Source, macros: Macros) -> dict[str, str]:
