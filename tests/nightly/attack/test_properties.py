@@ -10,7 +10,6 @@ from tests.formats import test_formats as formats
 from tests.ops.rows.drawn import gate_of
 from tests.simulator import test_few_rows, test_kernels
 from tests.simulator.pooled_cases import Pooled
-from tests.simulator.test_kernels import poison  # noqa: F401
 from twell_lab import simulator
 
 needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")

@@ -11,19 +11,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.nightly.mutants import mutants
 from tests.ops.rows.drawn import gate_of
 from tests.ops.rows.int8 import odd_rows
-from tests.simulator.cases import Layer
 from tests.simulator.pooled_cases import Pooled
 from twell_lab import simulator
 from twell_lab.formats import TwELL
+from twell_lab.ops import accuracy, reference
 from twell_lab.ops.down import ANY_NUMBER
 from twell_lab.simulator import Program
 from twell_lab.simulator import program as programs
@@ -124,6 +126,62 @@ def quantise_checks() -> Iterator[Callable[[Program], None]]:
 
 
 # ---- down and gated
+
+
+@dataclass
+class Layer:
+    """A packed gate and the rest of a layer, gated and plain."""
+
+    x: Tensor
+    gate: Tensor
+    packed: TwELL
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    tile: int
+
+    @classmethod
+    def draw(cls, gate: Tensor, d_model: int, tile: int, words: int, biases: str = "", spoilt: str = ""):
+        """biases: letters u and d. spoilt: letters n (NaN), i (infinity), each in a row of x of its own."""
+        generator = torch.Generator().manual_seed(d_model + gate.shape[1])
+        normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+        (rows, d_ff), dtype = gate.shape, gate.dtype
+        x, up = normal(rows, d_model), normal(d_ff, d_model) / d_model**0.5
+        down, up_bias, down_bias = normal(d_model, d_ff) / d_ff**0.5, normal(d_ff), normal(d_model)
+        for i, letter in enumerate(spoilt):
+            x[-1 - i % rows, [0, -1, d_model // 2][i % 3]] = {"n": torch.nan, "i": -torch.inf}[letter]
+        packed = TwELL.from_gate(gate, tile, words)
+        used = torch.arange(words - 1) < packed.counts[..., None]
+        packed.packed[..., 1:][~used] = -1  # NaN in a column that no matrix has
+        biases = [b.to(dtype) if letter in biases else None for b, letter in ((up_bias, "u"), (down_bias, "d"))]
+        return cls(x.to(dtype), gate, packed, up.to(dtype), down.to(dtype), *biases, tile)
+
+    @property
+    def down_t(self) -> Tensor:
+        return self.down.t().contiguous()
+
+    @property
+    def sources(self) -> tuple:
+        """The two ways to pass the values that tiles could not hold, each as (gate, tail)."""
+        tail = (self.packed.tail_pointer, self.packed.tail_column, self.packed.tail_value)
+        return (self.gate, (None,) * 3), (None, tail)
+
+    def _wide(self, *names: str) -> list[Tensor | None]:
+        tensors = [getattr(self, name) for name in names]
+        return [None if t is None else t.double() for t in tensors]
+
+    def gated_error(self, y: Tensor) -> float:
+        """The error of y over what is promised (accuracy.worst_row); at most 1 is right."""
+        exact = reference.gated(*self._wide("x", "gate", "up", "down", "up_bias", "down_bias"))
+        dense = F.linear(torch.relu(self.gate) * F.linear(self.x, self.up, self.up_bias), self.down, self.down_bias)
+        return accuracy.worst_row(y, dense, exact)[0]
+
+    def plain_error(self, y: Tensor) -> float:
+        gate, down, bias = self._wide("gate", "down", "down_bias")
+        exact = F.linear(reference.relu(gate), down, bias)
+        dense = F.linear(torch.relu(self.gate), self.down, self.down_bias)
+        return accuracy.worst_row(y, dense, exact)[0]
 
 
 def token_kernel(program: Program, kernel: str, layer: Layer, gate, tail) -> None:

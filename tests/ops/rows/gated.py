@@ -17,12 +17,15 @@ TYPES = (BF16, FP16, FP32)
 NO_TAIL = (None, None, None)
 
 
-def case(name, pattern, version, dtype, shape, tail=False, tile=256, words=32, signed=False, both=False, how=""):
+def case(name, pattern, version, dtype, shape, tail=False, tile=256, words=32, signed=False, both=False, how="", biases=None, seed=0):  # fmt: skip
     rows, d_model, d_ff = shape
-    biases = rows % 2 == 1
+    biases = "ud" * (rows % 2) if biases is None else biases
 
     def draw():
-        gate, layer = gate_of(pattern, rows, d_ff, dtype, tile, words), Layer.draw(*shape, dtype, biases=biases)
+        gate, layer = (
+            gate_of(pattern, rows, d_ff, dtype, tile, words, seed),
+            Layer.draw(*shape, dtype, biases=True, seed=seed),
+        )
         if how == "spoilt":
             layer.spoilt()
         if signed:
@@ -30,8 +33,9 @@ def case(name, pattern, version, dtype, shape, tail=False, tile=256, words=32, s
         packed = (TwELL.from_dense if signed else TwELL.from_gate)(gate, tile, words)
         overflow = (packed.tail_pointer, packed.tail_column, packed.tail_value)
         unread = torch.arange(words) > packed.packed[..., :1]
-        packed = packed.packed.masked_fill(unread, 12345)
-        made = [layer.x, gate, packed, overflow, layer.up, layer.down_t, layer.up_bias, layer.down_bias]
+        packed = packed.packed.masked_fill(unread, -1)  # NaN in a column that no matrix has
+        biased = (bias if letter in biases else None for bias, letter in ((layer.up_bias, "u"), (layer.down_bias, "d")))
+        made = [layer.x, gate, packed, overflow, layer.up, layer.down_t, *biased]
         return tuple(shifted(t) if how == "shifted" and isinstance(t, torch.Tensor) else t for t in made)
 
     def operation(call, x, gate, packed, overflow, up, down_t, up_bias, down_bias):

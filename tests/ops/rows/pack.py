@@ -13,26 +13,21 @@ SHAPES += [(3, 264, 128, 17), (7, 2048, 512, 64), (0, 8, 8, 2)]
 ANY = [(4, 1, 256, 32), (9, 257, 256, 32), (2, 70_001, 256, 32), (3, 1023, 100, 5)]  # for versions 1 and 2
 
 
-def used(words: int):
-    """Return a function that clears the words past each tile's count."""
-
-    def read(packed):
-        return packed.masked_fill(torch.arange(words) > packed[..., :1], 0)
-
-    return read
-
-
-def case(pattern, dtype, version, rows, columns, tile, words, signed=False, off=False):
+def case(pattern, dtype, version, rows, columns, tile, words, signed=False, off=False, seed=0):
     def draw():
-        gate = gate_of(pattern, rows, columns, dtype, tile, words)
+        gate = gate_of(pattern, rows, columns, dtype, tile, words, seed)
         return (shifted(gate) if off else gate,)
+
+    def exact(gate):
+        """With what `poisoned` leaves where a kernel must not write: past each tile's count."""
+        packed = reference(gate, **how)
+        return packed.masked_fill(torch.arange(words) > packed[..., :1], torch.iinfo(packed.dtype).max)
 
     how = dict(tile=tile, words=words, signed=signed)
     name = (
         f"pack_v{version}{' signed' * signed}{' off' * off}: {pattern}, {dtype}, {rows} x {columns}, {tile} in {words}"
     )
-    operation, exact = partial(pack, version=version, **how), partial(reference, **how)
-    return Case(name, (PACK,), draw, operation, exact, reads=used(words))
+    return Case(name, (PACK,), draw, partial(pack, version=version, **how), exact)
 
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
