@@ -241,7 +241,7 @@ def _why_plain(model: Any, asked: Any, processors: list[str], places: range, pre
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - {_FULL, _SLIDING})
     changes = getattr(config, "original_max_position_embeddings", None)
     reasons = {
-        "it is not on a GPU, or on several": {d.type for d in devices} != {_ON} or len(devices) > 1 or moved and _ON == "cuda",
+        "it is not on one GPU": {d.type for d in devices} != {_ON} or len(devices) > 1 or moved and _ON == "cuda",
         "it has an encoder": getattr(model.config, "is_encoder_decoder", False),
         "it takes no positions of tokens": "position_ids" not in takes or getattr(config, "alibi", False),
         "it keeps no keys and values": not {"cache", "past_key_values"} & takes.keys(),
