@@ -44,7 +44,8 @@ def test_a_family_is_captured_and_says_the_same(gpu, name):
     plain = [str(one.message) for one in said if "decodes step by step" in str(one.message)]
     if name not in MAY_RUN_PLAIN:
         step = module._steps[model]
-        assert not plain and step.advance.graph is not None and step.read_piece.graph is not None, plain
+        assert not plain and step.advance.graph is not None, plain
+        assert step.read_piece.graph is not None or name == "Falcon"  # which asks the GPU about the mask of a prompt
 
 
 @pytest.mark.parametrize("act, share", (("relu", 1.0), ("silu", 0.8)))  # rounding moves some over a threshold
@@ -58,7 +59,9 @@ def test_swapped_layers_are_captured_in_16_bits(gpu, act, share):
         tl.thresholds(model, [ids], 0.5, method="teal", attention=True).apply(model)
     dense = copy.deepcopy(model)
     tl.sparsify(model, "twell" if act == "relu" else "kept_inputs")
-    text = tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "generate: ")  # such as that it decodes uncompiled
+        text = tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask)
     assert module._steps[model].advance.graph is not None
     mask = torch.nn.functional.pad(mask, (0, TOKENS), value=1)
     scores = dense(text, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits.float()

@@ -281,10 +281,9 @@ class SparseFFN(nn.Module, StandIn):
             return self.dense(x)
         tokens = x.shape[:-1].numel()
         choice = self.choice(tokens)
-        path = PATHS[choice.path]
-        if not (path.packs or path.cuts) or x.dtype != weights.up.dtype:
+        if x.dtype != weights.up.dtype or choice.path not in (*PATHS, *FOR_CUT) or choice == DENSE:
             return self.dense(x)
-        if path.cuts:
+        if choice.path in FOR_CUT:
             from ..ops.kept_inputs import FEW
 
             return self.by_kept_inputs(x, weights) if x.is_cuda and 0 < tokens <= FEW else self.dense(x)
