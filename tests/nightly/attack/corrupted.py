@@ -131,13 +131,17 @@ def _read_as(kind: type, then: Callable = lambda result: None):
     def read(folder: Path):
         result = kind.load(folder / "it.json")
         str(result), result.save(folder / "again.json")
-        json.dumps(result.table(), allow_nan=False)
         then(result)
 
     return read
 
 
+def _tabulate(found: FiringProfile | Plan) -> None:
+    json.dumps(found.table(), allow_nan=False)
+
+
 def _choose(found: Plan) -> None:
+    _tabulate(found)
     for layer in found.layers:
         str(layer), layer.choice(1), layer.choice(10**6)
 
@@ -157,7 +161,7 @@ KINDS = {  # how each is made and read, and how often it is drawn
     "text": (_make_text, _read_text, 4),
     "tokenizer": (_make_tokenizer, _read_tokenizer, 4),
     "record": (_make_record, _read_record, 6),
-    "profile": (_make_profile, _read_as(FiringProfile), 6),
+    "profile": (_make_profile, _read_as(FiringProfile, _tabulate), 6),
     "plan": (_make_plan, _read_as(Plan, _choose), 6),
     "thresholds": (_make_thresholds, _read_as(Thresholds, lambda found: found.remove(found.apply(_model()))), 4),
     "metrics": (_make_run, _read_metrics, 1),
