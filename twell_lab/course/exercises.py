@@ -2,8 +2,7 @@
 
 Each check calls the reader's function on fresh random input and compares with the library, so an answer that fits only
 one example fails; where zeros are to be skipped, operations are counted too. The tests run the folded answers of the
-notebooks against these checks.
-"""
+notebooks against these checks."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ def check(name: str, answer: object) -> None:
 
     name: of the exercise. answer: the reader's function or prediction, or the path of the reader's kernel file. A right
     answer is remembered (`progress`). From the second refusal on, a line names the hints. Raises KeyError for an
-    unknown name.
-    """
+    unknown name."""
     _must_exist(name)
     try:
         said = CHECKS[name](answer)

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -20,10 +21,8 @@ from ..core import StackError
 from ..ops.clock import dtype_for
 from ..ops.kernels import sources
 
-NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
-MOVES = "# moves the widget"  # one with a line that begins so is left out where there are no widgets
-_LEFT_OUT = "Not run: this cell needs a C++ compiler."
-_UNMOVED = "Not run: this cell moves the widget, which needs ipywidgets."
+NEEDS = "# needs a compiler"  # a cell with a line that begins so is left out where there is none
+MOVES = "# moves the widget"  # and one with such a line where there are no widgets
 STORING = "TWELL_LAB_STORE"  # set by notebooks/store.py: figures are stored as pictures too
 MY_KERNELS = Path("my-kernels")  # in the working folder, which is the notebook's: what a reader writes and has solved
 DRIVE = Path("/content/drive/MyDrive")  # where Colab shows a reader's Google Drive, once it is mounted
@@ -37,8 +36,7 @@ def setup(seed: int = 0) -> str:
     or "cpu".
 
     Seeds torch, silences the warnings that would bury results, picks plotly's renderer, has cells marked MOVES left
-    out where ipywidgets is missing, and keeps what the reader writes in Drive where that is mounted.
-    """
+    out where ipywidgets is missing, and keeps what the reader writes in Drive where that is mounted."""
     torch.manual_seed(seed)
     _transform(_unmoved, importlib.util.find_spec("ipywidgets") is None)
     _transform(_dots, True)
@@ -122,18 +120,17 @@ def ready() -> bool:
     return True
 
 
-def _left_out(lines: list[str]) -> list[str]:
-    """For IPython: the lines of a cell, or, if it needs a compiler, a line that prints that it does not run."""
-    return [f"print({_LEFT_OUT!r})\n"] if any(line.strip() == NEEDS for line in lines) else lines
+def _skipped(mark: str, why: str, lines: list[str]) -> list[str]:
+    """For IPython: the lines of a cell or, where one begins with this mark, a line that prints why it does not run."""
+    return [f"print({'Not run: ' + why!r})\n"] if any(line.strip().startswith(mark) for line in lines) else lines
 
 
-def _unmoved(lines: list[str]) -> list[str]:
-    """The same for cells that move a widget."""
-    return [f"print({_UNMOVED!r})\n"] if any(line.strip().startswith(MOVES) for line in lines) else lines
+_left_out = partial(_skipped, NEEDS, "this cell needs a C++ compiler.")
+_unmoved = partial(_skipped, MOVES, "this cell moves the widget, which needs ipywidgets.")
 
 
 def _dots(lines: list[str]) -> list[str]:
-    """The same for cells that wait for a guess: it stands for itself."""
+    """For IPython: the lines of a cell, in which a guess that nobody has written stands for itself."""
     return [_UNGUESSED + line.replace("...", "_guess") if _GUESS.match(line) else line for line in lines]
 
 
@@ -186,8 +183,7 @@ def use_renderer() -> str | None:
 
     A host that plotly knows (Colab, Kaggle, VS Code) keeps plotly's own choice, as does PLOTLY_RENDERER.
     In Jupyter it is the figure as data, which JupyterLab draws: plotly 5 would also write its whole script,
-    4 MB, into the notebook. While notebooks are being stored, a picture comes with it, for code hosts.
-    """
+    4 MB, into the notebook. While notebooks are being stored, a picture comes with it, for code hosts."""
     try:
         import plotly.io as pio
     except ImportError:

@@ -22,6 +22,13 @@ def device_and_day(device: str, date: str, earlier: str | None = None) -> str:
     return f"{device}, {date[:10]}" + (f", with earlier kernels of commit {earlier[:8]}" if earlier else "")
 
 
+def ms(value: float) -> str:
+    """Return milliseconds as text, in the unit that suits them."""
+    if value < 0.1:
+        return f"{1000 * value:.3g} us"
+    return f"{value:.3g} ms" if value < 1000 else f"{value / 1000:.3g} s"
+
+
 def earlier_commit(record: records.Record) -> str | None:
     """Return the commit that a record was made at, if a kernel that ran for it has changed since; else None."""
     return (record.commit or "unknown") if records.stale(record) else None
@@ -45,8 +52,7 @@ def newest(name: str, device: str, wanted: Callable[[dict], bool]) -> list[dict]
     """The wanted rows of records whose name begins with `name`, made on a GPU with `device` in its name.
 
     Each gets `where`: "recorded on <device>, <day>". Where several records measured the same thing (see `same`), the
-    rows are those of the newest.
-    """
+    rows are those of the newest."""
     found: list[dict] = []
     taken: set[tuple] = set()
     for record in reversed(records.load_all()):

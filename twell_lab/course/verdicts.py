@@ -206,8 +206,7 @@ def not_met(trace: Trace) -> str | None:
 
     A launch in which a thread leaves the kernel before a barrier, or before an operation whose mask names it, ends in
     the simulator, and may end on a GPU: what has left holds nobody up. Whether the others had waited is chance, so
-    that every thread is asked to come.
-    """
+    that every thread is asked to come."""
     barriers = Counter({thread: 0 for thread in range(math.prod(trace.block_shape))})
     for step in trace:
         if step.kind == "barrier":
@@ -240,13 +239,3 @@ def coming(trace: Trace) -> str:
         return ""
     often = f"{', '.join(map(str, different[:-1]))} or {different[-1]}"
     return f" Lanes come to {' and '.join(names)} {often} times: all that the mask names have to come to each."
-
-
-def added_to(trace: Trace, array: str) -> bool:
-    """Return whether a block reads or updates an element of an output before any of its threads has written it."""
-    written: set[int] = set()
-    for step in trace.touching(array):
-        if step.kind != "write" and not written.issuperset(step.covered):
-            return True
-        written.update(step.covered)
-    return False

@@ -1,8 +1,7 @@
 """Interactive figures: ipywidgets controls above plotly figures.
 
 A figure that changes in place (plotly's FigureWidget) is used where the notebook can show one. Elsewhere, as on Colab
-or without anywidget, the figure is drawn anew at each move.
-"""
+or without anywidget, the figure is drawn anew at each move."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Callable
 
 import plotly.graph_objects as go
 
-from ..core import InputError, StackError
+from ..core import StackError
 from .notebook import on_colab
 
 try:
@@ -96,8 +95,6 @@ class Explorer(Drawn):
     """
 
     def __init__(self, figure: go.Figure, change: Callable[[go.Figure, int], None], choices: list, label: str) -> None:
-        if not choices:
-            raise InputError("choices is empty; at least one (label, value) pair is accepted")
         self._change = change
         self.slider = ipywidgets.SelectionSlider(
             options=choices,

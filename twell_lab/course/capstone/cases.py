@@ -2,8 +2,7 @@
 named.
 
 What a kernel must not use is poisoned: words past a tile's count hold a large number, the gate is NaN except in tiles
-that overflow, and so are most rows of down_t whose neuron is silent.
-"""
+that overflow, and so are most rows of down_t whose neuron is silent."""
 
 from __future__ import annotations
 
@@ -185,17 +184,15 @@ def sectors_of(first: int, count: int, size: int = 2) -> int:
 
 # ---- what is right, and what the usual mistakes give ----
 
-MISTAKES = {  # what is said of a kernel that makes it -> its name in `entries`
-    "that is what comes out where the column within a tile is taken as the column of the matrix.": "within",
-    "that is what comes out where word 0 of a tile, its count, is read as a value, and the last word is left out.": (
-        "count read"
+MISTAKES = {  # its name in `entries` -> what is said of a kernel that makes it
+    "within": "That is what comes out where the column within a tile is taken as the column of the matrix.",
+    "count read": (
+        "That is what comes out where word 0 of a tile, its count, is read as a value, and the last word is left out."
     ),
-    "that is what comes out where all words of a tile are read: those past its count hold anything.": "past",
-    f"a tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.": "cut",
-    "a tile that overflows was added from its words and from the gate: the gate alone holds all of its values.": (
-        "twice"
-    ),
-    "the tiles that overflow were left out: their values stand in the gate.": "left out",
+    "past": "That is what comes out where all words of a tile are read: those past its count hold anything.",
+    "cut": f"A tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.",
+    "both": "A tile that overflows was added from its words and from the gate: the gate alone holds all of its values.",
+    "left out": "The tiles that overflow were left out: their values stand in the gate.",
 }
 
 
@@ -207,13 +204,13 @@ def entries(of: Case, row: int, t: int, mistake: str = "") -> tuple[Tensor, Tens
         return tile[columns], columns
     spans = {"count read": (0, count), "past": (1, WORDS)}
     if count > SLOTS:
-        spans = {"cut": (1, WORDS), "left out": (1, 1), "twice": (1, WORDS)}
+        spans = {"cut": (1, WORDS), "left out": (1, 1), "both": (1, WORDS)}
     right = tile[columns], columns + t * TILE
     if mistake not in spans:
         return right
     values, columns = split_words(of.packed[row, t, slice(*spans[mistake])], of.down_t.dtype)
     read = values, columns + t * TILE
-    return (torch.cat([read[0], right[0]]), torch.cat([read[1], right[1]])) if mistake == "twice" else read
+    return (torch.cat([read[0], right[0]]), torch.cat([read[1], right[1]])) if mistake == "both" else read
 
 
 def sums(of: Case, mistake: str = "") -> tuple[Tensor, Tensor]:
@@ -247,24 +244,24 @@ def wrong(of: Case, y: Tensor) -> str | None:
     if untouched.all():
         return "your kernel writes nothing to y yet."
     exact, size = sums(of)
-    fits = agrees(y, exact, size)
-    if untouched.any() or not fits.all():
-        row, column = (untouched if untouched.any() else ~fits).nonzero()[0].tolist()
-        place, want, got = f"y[{row}][{column}]", float(exact[row, column]), float(y[row, column])
-        if untouched.any():
-            return f"{place} was never written; it should be {want:.4g}."
-        return f"{place} should be {want:.4g}; yours is {got:.4g}. {_named(of, y, exact, size)}".rstrip()
-    return None
+    off = untouched if untouched.any() else ~agrees(y, exact, size)
+    if not off.any():
+        return None
+    row, column = off.nonzero()[0].tolist()
+    place, want, got = f"y[{row}][{column}]", float(exact[row, column]), float(y[row, column])
+    if untouched.any():
+        return f"{place} was never written; it should be {want:.4g}."
+    return f"{place} should be {want:.4g}; yours is {got:.4g}. {_named(of, y, exact, size)}".rstrip()
 
 
 def _named(of: Case, y: Tensor, exact: Tensor, size: Tensor) -> str:
-    for said, mistake in MISTAKES.items():
+    for mistake, said in MISTAKES.items():
         try:
             mistaken, terms = sums(of, mistake)
         except IndexError:
             continue
         if agrees(y, mistaken, terms).all() and 2 * mistaken.isfinite().sum() > mistaken.numel():
-            return f"{said[0].upper()}{said[1:]}"
+            return said
     finite = exact.isfinite()
     if (y.isnan() & finite).any():
         return (

@@ -3,8 +3,7 @@ its time predicted, and, where there is a GPU, measured. The notebook, its exerc
 
 Notebook 12 says how the kernel is launched. Medals: bronze for a right result, silver for sectors within
 `SILVER` of the floor, gold for a time within `GOLD` of down_v2's. Where nothing was timed, a time predicted from the
-counts may win "predicted gold", which is no measurement.
-"""
+counts may win "predicted gold", which is no measurement."""
 
 from __future__ import annotations
 
@@ -36,7 +35,6 @@ from ..verdicts import not_met
 from . import cases, gpu
 from .cases import COUNTED, D_FF, D_MODEL, NNZ, TIMED
 
-POINTERS = ("packed", "gate", "down_t", "y")
 SILVER, GOLD = 1.5, 1.25
 LARGEST = 1 << 20  # bytes of a kernel's file
 STEPS = 10_000_000  # of a block that are kept, to see whether all threads meet: none of the launches makes as many
@@ -134,7 +132,8 @@ def judge(file: str | Path, name: str = "down") -> Judged:
                 how["trace"] = rows - 1
             run = program.launch(name, rows, threads, arguments, **how)
             counts = run.counts
-            if found := cases.wrong(of, y) or counts and _silent_rows(program, name, of, counts):
+            down_t = program.kernels[name][2].name
+            if found := cases.wrong(of, y) or counts and _silent_rows(of, counts, down_t):
                 return Judged(False, with_what + found)
             if run.trace and (missed := not_met(run.trace)):
                 return Judged(False, f"{with_what}the result is right. But {missed}")
@@ -153,7 +152,7 @@ def judge(file: str | Path, name: str = "down") -> Judged:
 
 def _crowded(program, name: str, of: cases.Case, fault: Fault) -> str:
     """A line, with its line break, for a read past down_t in a row with tiles that overflow; else nothing."""
-    down_t = program.kernels[name][POINTERS.index("down_t")].name
+    down_t = program.kernels[name][2].name
     over = [str(count) for count in of.packed[fault.block, :, 0].tolist() if count >= WORDS]
     if not isinstance(fault, faults.OutOfBounds) or fault.array != down_t or not over:
         return ""
@@ -161,17 +160,12 @@ def _crowded(program, name: str, of: cases.Case, fault: Fault) -> str:
     return f"\n  of this row's tiles, some count {', '.join(over)}: each has {WORDS - 1} slots, words - 1{narrow}"
 
 
-def _silent_rows(program, kernel: str, of: cases.Case, counts: Counts) -> str | None:
+def _silent_rows(of: cases.Case, counts: Counts, down_t: str) -> str | None:
     """In words, how many more sectors of down_t were read than the rows of neurons that fire lie in; None if none."""
-    name = program.kernels[kernel][POINTERS.index("down_t")].name
-    fired, least = int(of.kept.any(0).sum()), cases.needed_sectors(of)
-    read_sectors = counts.footprints[name].read_sectors
-    if read_sectors <= least:
-        return None
-    return (
-        f"the result is right. But {read_sectors:,} sectors of {name} are read, and the rows of the {fired} neurons "
-        f"that fire lie in {least:,}: too many sectors, of neurons that are silent, as in a dense product."
-    )
+    read, least, fired = counts.footprints[down_t].read_sectors, cases.needed_sectors(of), int(of.kept.any(0).sum())
+    much = f"the result is right. But {read:,} sectors of {down_t} are read, and the rows of the {fired} neurons"
+    why = f"that fire lie in {least:,}: too many sectors, of neurons that are silent, as in a dense product."
+    return f"{much} {why}" if read > least else None
 
 
 def floor() -> int:
@@ -194,12 +188,10 @@ def library_counts() -> dict[str, Counts]:
 
 
 def gpu_rates(name: str | None = None) -> Rates:
-    """The rates of a GPU, by default of the one here; of USUAL_GPU where there is none, or
-    where it is not in data/gpus.json."""
-    if name is None:
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else USUAL_GPU
+    """The rates of a GPU, by default of the one here; of USUAL_GPU where there is none, or none in data/gpus.json."""
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else USUAL_GPU
     try:
-        return rates_of(name)
+        return rates_of(name or here)
     except InputError:
         return rates_of(USUAL_GPU)
 

@@ -1,8 +1,7 @@
 """A benchmark rebuilt with its faults, and the clocks that find them: data in, data out, nothing drawn.
 
 Everything runs on a CPU and on a GPU. Times are in milliseconds. A CPU has no queue of work that a call could return
-before: there a worker thread stands in for it (`Queue`), which is a simulation and is called so.
-"""
+before: there a worker thread stands in for it (`Queue`), which is a simulation and is called so."""
 
 from __future__ import annotations
 

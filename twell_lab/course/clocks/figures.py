@@ -36,8 +36,7 @@ def timeline(asked: float, done: float, queue: str) -> go.Figure:
 def ladder(steps: dict[str, float], title: str = "The same benchmark, after each repair") -> go.Figure:
     """Return how many times as fast as dense the sparse layer is said to be, after each step, the first step on top.
 
-    steps: these ratios, by the step's name.
-    """
+    steps: these ratios, by the step's name."""
     rows = [{"step": name, "x": value} for name, value in steps.items()]
     colours = [plots.RED, *[plots.ORANGE] * (len(rows) - 2), plots.BLUE]
     look = {"line": {"color": plots.GREY, "dash": "dot"}, "marker": {"size": 14, "color": colours}}

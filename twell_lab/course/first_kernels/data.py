@@ -1,7 +1,6 @@
 """What notebook 08 computes: workloads, counts, recorded times beside predictions, and altered copies of kernels.
 
-Nothing is drawn. The kernels run in `twell_lab.simulator`, or on a GPU.
-"""
+Nothing is drawn. The kernels run in `twell_lab.simulator`, or on a GPU."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
 def gate(rows: int, d_ff: int = D_FF, nnz: int = NNZ) -> Tensor:
     """A gate before its ReLU, bfloat16 [rows, d_ff]: `nnz` positives a row, most often the columns that fire most.
 
-    Made from whole numbers, so that counts are the same everywhere; columns as in bench's "lognormal" workload.
-    """
+    Made from whole numbers, so that counts are the same everywhere; columns as in bench's "lognormal" workload."""
     rates = np.maximum(clocks.firing_rates(d_ff, nnz).numpy(), 1e-12)
     draw = np.log((noise((rows, d_ff), 5) + 1) / 2 + 1e-12) / rates
     fires = np.zeros((rows, d_ff), bool)
@@ -53,8 +51,7 @@ def gate(rows: int, d_ff: int = D_FF, nnz: int = NNZ) -> Tensor:
 class Layer:
     """A packed gate and the weights of a layer, on which `.gated(version)` launches kernels.
 
-    Inputs are made as in `gate`. The counts of a launch depend on which neurons fire, not on the values.
-    """
+    Inputs are made as in `gate`. The counts of a launch depend on which neurons fire, not on the values."""
 
     def __init__(self, tokens: int, d_model: int = 2048, d_ff: int = D_FF, nnz: int = NNZ) -> None:
         self.gate = gate(tokens, d_ff, nnz)

@@ -1,8 +1,7 @@
 """Figures of what the simulator recorded, each a function of rows and numbers; in the style of `plots`.
 
 Colour is never the only sign: cells name their threads, written elements have a frame, and bars are hatched. So the
-figures can be read in grey print and by colour-blind readers.
-"""
+figures can be read in grey print and by colour-blind readers."""
 
 from __future__ import annotations
 
@@ -305,8 +304,7 @@ def _touches(steps: Iterable[Step], name: str, way: str, size: int) -> dict[int,
 def _page(trace: Trace, index: int, name: str, size: int, across: int) -> tuple[int, int]:
     """(first element, number of elements) of the page of an array that was touched last, up to and with a step.
 
-    The number is the same for every step, so that the figure keeps its height when a slider moves.
-    """
+    The number is the same for every step, so that the figure keeps its height when a slider moves."""
     places, _, steps, _ = trace.touches[name]
     size = max(across, size - size % across)
     if trace.fault and trace.fault.array == name and trace.fault.element in range(trace.size(name)):

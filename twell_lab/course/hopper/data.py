@@ -48,8 +48,7 @@ def work(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float 
     """The work of a gated layer: operations, bytes from and to memory, bytes through the L2 cache.
 
     Rows: the dense layer as a whole, then the two steps of the sparse one. Memory counts every array once. The L2
-    counts what the multiprocessors ask for; it is None for a GEMM, whose multiprocessors share tiles.
-    """
+    counts what the multiprocessors ask for; it is None for a GEMM, whose multiprocessors share tiles."""
     x, weights, row = VALUE * tokens * d_model, VALUE * d_ff * d_model, VALUE * d_model
     words = 4 * tokens * (-(-d_ff // TILE) + nnz)
     touched = min(tokens * nnz, d_ff) * row  # of up, and as much of down
@@ -66,20 +65,12 @@ def work(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float 
 
 
 def floors(steps: list[dict], reached: Rates) -> list[dict]:
-    """The steps with their floor_ms (the least time of the part of the GPU that needs longest), limit and intensity.
-
-    limit: the name of that part. intensity: operations for each byte of memory.
-    """
+    """The steps with their floor_ms: the least time of the part of the GPU that needs longest."""
     found = []
     for step in steps:
-        times = {"tensor cores": step["operations"] / reached.matmul, "memory": step["memory"] / reached.bandwidth}
-        if step["l2"] is not None:
-            times["L2 cache"] = step["l2"] / reached.l2
-            del times["tensor cores"]  # a warp multiplies in its ordinary units: one row against one token
-        limit = max(times, key=times.__getitem__)
-        found.append(
-            {**step, "floor_ms": 1e3 * times[limit], "limit": limit, "intensity": step["operations"] / step["memory"]}
-        )
+        # A warp multiplies one row with one token in its ordinary units: the L2 bounds that, not the tensor cores.
+        passes = step["operations"] / reached.matmul if step["l2"] is None else step["l2"] / reached.l2
+        found.append(step | {"floor_ms": 1e3 * max(passes, step["memory"] / reached.bandwidth)})
     return found
 
 
@@ -131,8 +122,7 @@ def points(rows: list[dict], nnz: float = 29) -> list[dict]:
 def pool_table(counts: list[int]) -> list[dict]:
     """Where the values of a group of rows lie in one tile. counts: how many values each row keeps there.
 
-    Rows: row, count, words (values in the tile's own words), excess, start and end of the excess in the pool, lost.
-    """
+    Rows: row, count, words (values in the tile's own words), excess, start and end of the excess in the pool, lost."""
     rows, start = [], 0
     for i, count in enumerate(counts):
         excess = max(0, count - SLOTS)
@@ -155,8 +145,7 @@ def recorded(device: str = "H100") -> list[dict]:
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dict]:
     """Rows as in the record, checked and then timed on this machine's GPU in its own 16-bit type.
 
-    [] without a GPU, and, with a printed reason, if the GPU cannot do it.
-    """
+    [] without a GPU, and, with a printed reason, if the GPU cannot do it."""
     from ...bench import forward
 
     case = lambda nnz: forward.Case(tokens, nnz, d_model=D_MODEL, d_ff=D_FF, dtype=dtype_for("cuda"))

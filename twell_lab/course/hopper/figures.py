@@ -92,18 +92,22 @@ def loss_map(cells: list[dict]) -> go.Figure:
     order = [path for path in reversed(NAMES) if any(cell["path"] == path for cell in cells)]
     places, labels, first = [], [], 0.0  # of the columns, from left to right, with a gap after each number of tokens
     for count, here in groups(sorted(cells, key=lambda cell: cell["tokens"]), "tokens").items():
-        columns = _columns(here)
-        z, text, hover = ([[empty] * len(columns) for _ in order] for empty in (None, "", ""))
+        nnzs: list[float] = []  # of each workload: a drawn one only comes near the mean asked for
+        for nnz in sorted(cell["nnz"] for cell in here):
+            if not nnzs or nnz > 1.15 * nnzs[-1]:
+                nnzs.append(nnz)
+        z, text, hover = ([[empty] * len(nnzs) for _ in order] for empty in (None, "", ""))
         for cell in here:
-            line, (place, _) = order.index(cell["path"]), min(columns, key=lambda at: abs(at[1] - cell["nnz"]))
+            line, nearest = order.index(cell["path"]), min(nnzs, key=lambda nnz: abs(nnz - cell["nnz"]))
+            place = nnzs.index(nearest)
             z[line][place], text[line][place] = max(-1.0, min(1.0, math.log2(cell["x"]))), f"{cell['x']:.2f}"
             takes = f", takes {cell['choice']}" if cell["choice"] else ""
             hover[line][place] = f"{NAMES[cell['path']]}, nnz {cell['nnz']:.0f}: {cell['x']:.2f}x{takes}"
         figure.add_heatmap(x0=first, dx=1, y=[NAMES[path] for path in order], z=z, text=text, hovertext=hover)
-        say(figure, first + (len(columns) - 1) / 2, 1, f"{count:,}", yref="paper", yanchor="bottom")
-        places += [first + place for place, _ in columns]
-        labels += [f"{nnz:.0f}" for _, nnz in columns]
-        first += len(columns) + 0.4
+        say(figure, first + (len(nnzs) - 1) / 2, 1, f"{count:,}", yref="paper", yanchor="bottom")
+        places += [first + place for place in range(len(nnzs))]
+        labels += [f"{nnz:.0f}" for nnz in nnzs]
+        first += len(nnzs) + 0.4
     colours = [[0, "#EE9A66"], [0.45, "#F9E2D2"], [0.5, "#FFFFFF"], [0.55, "#D5E6F2"], [1, "#5FA8D3"]]
     figure.update_traces(zmin=-1, zmax=1, colorscale=colours, showscale=False, showlegend=False, hoverongaps=False)
     figure.update_traces(texttemplate="%{text}", textfont={"size": 10, "color": plots.INK}, hoverinfo="text")
@@ -115,15 +119,6 @@ def loss_map(cells: list[dict]) -> go.Figure:
     look = {"tickvals": places, "ticktext": labels, "showgrid": False, "zeroline": False, "range": [-0.7, first - 0.7]}
     figure.update_xaxes(**look).update_yaxes(showgrid=False, type="category")
     return figure.update_layout(margin_l=120).update_annotations(font_size=11)
-
-
-def _columns(cells: list[dict]) -> list[tuple[int, float]]:
-    """The (number, nnz) of each workload of these cells: a drawn one only comes near the mean asked for."""
-    nnzs: list[float] = []
-    for nnz in sorted(cell["nnz"] for cell in cells):
-        if not nnzs or nnz > 1.15 * nnzs[-1]:
-            nnzs.append(nnz)
-    return [*enumerate(nnzs)]
 
 
 # ---- the gate kernel beside its floor ----

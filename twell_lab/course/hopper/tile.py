@@ -1,8 +1,7 @@
 """What a tile goes through in kernels/sm90_gate_pack.cu, computed: who holds which sum, which rows overflow, and when
 the warpgroups work.
 
-Nothing is drawn. The layout of the sums is that of the PTX ISA (wgmma.mma_async, accumulators of m64nNk16).
-"""
+Nothing is drawn. The layout of the sums is that of the PTX ISA (wgmma.mma_async, accumulators of m64nNk16)."""
 
 from __future__ import annotations
 

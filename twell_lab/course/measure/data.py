@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...bench.comparison import quantile
 from ...ops import clock as clocks
-from ..recorded import LOGNORMAL, newest
+from ..recorded import LOGNORMAL, ms, newest
 
 Samples = dict[str, list[float]]
 
@@ -54,13 +54,6 @@ def ratios(new: list[float], old: list[float]) -> tuple[float, float, float]:
     halves of the samples lie apart."""
     middle, low, high = (quantile(old, 1 - share) / quantile(new, share) for share in (0.5, 0.75, 0.25))
     return middle, low, high
-
-
-def ms(value: float) -> str:
-    """A time as text, in the unit that suits it."""
-    if value < 0.1:
-        return f"{1000 * value:.3g} us"
-    return f"{value:.3g} ms" if value < 1000 else f"{value / 1000:.3g} s"
 
 
 # ---- right and wrong results ----

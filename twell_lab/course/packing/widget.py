@@ -16,8 +16,7 @@ class TileExplorer(Drawn):
 
     gate: [rows, d_ff], before the ReLU. Each slider is an attribute (`.row`, `.part`, `.tile`, `.words`) that code can
     set; `.figure` is what is drawn. If a new value does not fit another slider's (more words than columns, a tile
-    beyond the row's last), that slider moves too.
-    """
+    beyond the row's last), that slider moves too."""
 
     def __init__(self, gate: Tensor, *, tile: int = TILE, words: int = WORDS, row: int = 0, part: int = 0) -> None:
         self.gate = gate.detach().cpu()

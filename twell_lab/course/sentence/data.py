@@ -197,8 +197,7 @@ def view(sentence: Sentence, rows: list[Row], name: str, cut: float = 0.0, token
         by itself, 1 where the cut silences it, 2 where it fires; fires, whole: how many fire at each token, and how
         many would without the cut; share: of neurons that fire, mean over tokens; bytes, dense_bytes: of feed-forward
         weights that a token reads; times: (where, ms, dense ms) of each machine, the first None where nothing was
-        measured at so large a share, with the largest that was; losses: by model, at each of CUTS; loss; text.
-    """
+        measured at so large a share, with the largest that was; losses: by model, at each of CUTS; loss; text."""
     if name not in sentence.models or cut not in CUTS or not 0 <= token < len(sentence.tokens):
         raise InputError(f"model {name!r}, cut {cut!r}, token {token!r}; accepted: those of the sentence and of CUTS")
     done, place = sentence.models[name], CUTS.index(cut)
@@ -249,8 +248,3 @@ def of(now: float | None, dense: float, show: Callable[[float], str]) -> str:
 def size(count: float) -> str:
     """Return bytes as text: 3.4 MB."""
     return f"{count / 1e6:.3g} MB" if count >= 1e6 else f"{count / 1e3:.3g} kB"
-
-
-def ms(value: float) -> str:
-    """Return milliseconds as text, in microseconds where they are few."""
-    return f"{value:.3g} ms" if value >= 0.1 else f"{1000 * value:.3g} us"

@@ -61,11 +61,6 @@ def _read(row: dict) -> dict:
     return {"head": True, **row, "step": _KINDS[row["kind"]], "model": model, "what": what}
 
 
-def _single(row: dict) -> bool:
-    """Return whether a row is that of a single layer."""
-    return row.get("kind") in ("inference", "training") and "layers" not in row and row["workload"] == LOGNORMAL
-
-
 def _size(row: dict) -> tuple:
     return tuple(row[key] for key in ("device", "d_model", "d_ff", "gated"))
 
@@ -81,8 +76,9 @@ def _same(row: dict) -> tuple:
 
 def layers_of(rows: list[dict]) -> list[dict]:
     """Every recorded row of a single layer like those of these models, on their device; of equal ones the newest."""
-    sizes = {_size(row) for row in rows}
-    return newest("", "", lambda row: _single(row) and _size(row) in sizes)
+    sizes, kinds = {_size(row) for row in rows}, ("inference", "training")
+    single = lambda row: row.get("kind") in kinds and "layers" not in row and row["workload"] == LOGNORMAL
+    return newest("", "", lambda row: single(row) and _size(row) in sizes)
 
 
 def _layer(row: dict, layers: list[dict]) -> dict[str, dict]:

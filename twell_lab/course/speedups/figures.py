@@ -90,12 +90,10 @@ def pieces(found: list[dict]) -> go.Figure:
     ordered = [piece for of in PIECES for piece in shown if piece["of"] == of]
     bars(figure, ordered, name, percent, "of", hover=said, looks=PIECES, across=True)
     for place, piece in wholes.items():
-        say(figure, percent(piece, "whole"), place, f"{_number(piece['whole'])} ms", "left", 11, xshift=4)
+        ms = piece["whole"]
+        text = f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+        say(figure, percent(piece, "whole"), place, text, "left", 11, xshift=4)
     title, axis = "Where the time of a plain call goes", "% of the dense model's time"
     figure = finish(figure, title, shown, 30 + _ROW * len(wholes), x=axis, across=True).update_layout(barmode="stack")
     most = max((percent(piece, "whole") for piece in wholes.values()), default=0)
     return figure.update_xaxes(range=[0, 1.14 * most]).update_yaxes(categoryorder="array", categoryarray=[*wholes])
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
