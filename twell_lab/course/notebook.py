@@ -35,8 +35,8 @@ def setup(seed: int = 0) -> str:
     """Prepare a notebook; prints a line about the machine and one about what runs on it, and returns the device, "cuda"
     or "cpu".
 
-    Seeds torch, silences the warnings that would bury results, picks plotly's renderer, has cells marked MOVES left
-    out where ipywidgets is missing, and keeps what the reader writes in Drive where that is mounted."""
+    Seeds torch, silences the warnings that would bury results, picks plotly's renderer, has cells marked MOVES left out
+    where ipywidgets is missing, and keeps what the reader writes in Drive where that is mounted."""
     torch.manual_seed(seed)
     _transform(_unmoved, importlib.util.find_spec("ipywidgets") is None)
     _transform(_dots, True)
@@ -104,8 +104,7 @@ def provenance() -> str:
 
 
 def ready() -> bool:
-    """Return whether kernels can run in the simulator here. If not, why is printed, and cells marked NEEDS do not
-    run."""
+    """Return whether kernels can run in the simulator here; else print why, and have cells marked NEEDS left out."""
     from ..simulator import compiler  # most notebooks run no kernel
 
     _transform(_left_out, False)  # undo an earlier run of this cell, when there may have been no compiler
@@ -179,11 +178,10 @@ def sixteen_bits(device: str) -> torch.dtype:
 
 
 def use_renderer() -> str | None:
-    """Choose how plotly shows figures, and return the choice; None where plotly is not installed.
-
-    A host that plotly knows (Colab, Kaggle, VS Code) keeps plotly's own choice, as does PLOTLY_RENDERER.
-    In Jupyter it is the figure as data, which JupyterLab draws: plotly 5 would also write its whole script,
-    4 MB, into the notebook. While notebooks are being stored, a picture comes with it, for code hosts."""
+    """Choose how plotly shows figures, and return the choice; None without plotly. A host that plotly knows (Colab,
+    Kaggle, VS Code) keeps plotly's own choice, as does PLOTLY_RENDERER. In Jupyter it is the figure as data, which
+    JupyterLab draws: plotly 5 would also write its whole script, 4 MB, into the notebook. While notebooks are stored, a
+    picture comes with it."""
     try:
         import plotly.io as pio
     except ImportError:

@@ -54,12 +54,8 @@ def exercises() -> dict[str, list[str]]:
 
 
 def grades(folders: Sequence[Path]) -> list[dict]:
-    """Return a row for each reader's folder, and before them one of how many exercises there are.
-
-    A row says how many are solved of each notebook, by its number or as "own", and of all. It is what the folders say;
-    nothing is judged again.
-
-    Raises InputError for what is no folder."""
+    """Return a row for each reader's folder, and before them one of how many exercises there are: how many are solved
+    of each notebook, by its number or as "own", and of all, as the folders say. InputError for what is no folder."""
     for folder in folders:
         if not folder.is_dir():
             raise InputError(

@@ -1,7 +1,5 @@
-"""Interactive figures: ipywidgets controls above plotly figures.
-
-A figure that changes in place (plotly's FigureWidget) is used where the notebook can show one. Elsewhere, as on Colab
-or without anywidget, the figure is drawn anew at each move."""
+"""Interactive figures: ipywidgets controls above plotly figures, which change in place (plotly's FigureWidget) where
+the notebook can show one. Elsewhere, as on Colab or without anywidget, they are drawn anew at each move."""
 
 from __future__ import annotations
 
@@ -89,10 +87,8 @@ class Drawn(ipywidgets.VBox):
 
 
 class Explorer(Drawn):
-    """A slider above a figure. Code can move it too, by `.slider`; `.figure` is what is shown, `.index` the choice.
-
-    change: a function of (figure, index) that updates the figure in place. choices: the slider's (label, value) pairs.
-    """
+    """A slider, `.slider`, above a figure, `.figure`; `.index` is the choice. change: a function of (figure, index)
+    that updates the figure in place. choices: the slider's (label, value) pairs."""
 
     def __init__(self, figure: go.Figure, change: Callable[[go.Figure, int], None], choices: list, label: str) -> None:
         self._change = change

@@ -1,8 +1,6 @@
 """The backward pass of a sparse layer, as notebook 11 computes it: a small layer, what is kept, and training steps,
-recorded and the reader's own. Nothing is drawn.
-
-A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T. dy is the gradient of the loss in y, and c * sum |h|
-is added to the loss. Rows of steps are those of kind "training" (twell_lab.bench.training), each with `where`."""
+recorded and the reader's own. A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T. dy is the gradient of
+the loss in y, and c * sum |h| is added to the loss. Rows of steps are those of kind "training", each with `where`."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ def layers(rows: Iterable[dict]) -> list[dict]:
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[dict]:
-    """The dense and the sparse step, eager, checked and then timed on this machine's GPU, as rows.
-
-    [] without a GPU, and, with a printed reason, if the GPU cannot do it."""
+    """The dense and the sparse step, eager, checked and timed on this machine's GPU, as rows of `timed_here`."""
     from ...bench import forward
 
     drawn = lambda nnz: forward.Case(tokens, nnz, dtype=sixteen_bits("cuda")).draw()[:2]
@@ -109,9 +105,8 @@ def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[di
 
 
 def step_rows(layer, inputs: list[Tensor], nnz: float) -> list[dict]:
-    """The training step of one gated layer, dense and sparse, checked and then timed on this GPU: rows as recorded.
-
-    inputs: [tokens, d_model] each. Raises WrongResult if a gradient is off by 5% of its norm or more."""
+    """The training step of one gated layer, dense and sparse, checked and timed on this GPU: rows as recorded. inputs:
+    [tokens, d_model] each. Raises WrongResult if a gradient is off by 5% of its norm or more."""
     from ...bench import training as tables
 
     weights = tuple(each.weight.detach().requires_grad_() for each in (layer.gate_proj, layer.up_proj, layer.down_proj))

@@ -1,7 +1,5 @@
 """Inputs for a reader's `down`, what it has to give on them, and the usual mistakes, each computed so that it can be
-named.
-
-What a kernel must not use is poisoned: words past a tile's count hold a large number, the gate is NaN except in tiles
+named. What must not be used is poisoned: words past a tile's count hold a large number, the gate is NaN except in tiles
 that overflow, and so are most rows of down_t whose neuron is silent."""
 
 from __future__ import annotations
@@ -52,9 +50,8 @@ class Case:
 
 
 def case(said: str, gate: Tensor, down_t: Tensor, poison: bool = True) -> Case:
-    """The launch for a gate [rows, columns] before its ReLU, which is packed and poisoned, and down_t.
-
-    poison: whether rows of down_t are NaN where a neuron is silent. Where they are, many mistakes look alike."""
+    """The launch for a gate [rows, columns] before its ReLU, packed and poisoned. poison: whether rows of down_t are
+    NaN where a neuron is silent, too; with NaN, many mistakes look alike."""
     kept, form = fires(gate), TwELL.from_gate(gate)
     columns, tiles = gate.shape[1], form.packed.shape[1]
     past = torch.arange(WORDS) > form.counts[..., None]
@@ -214,9 +211,8 @@ def entries(of: Case, row: int, t: int, mistake: str = "") -> tuple[Tensor, Tens
 
 
 def sums(of: Case, mistake: str = "") -> tuple[Tensor, Tensor]:
-    """(y in float64, the sum of the magnitudes of its terms) of what `entries` gives.
-
-    Raises IndexError where that names a column that the matrix does not have."""
+    """(y in float64, the sum of the magnitudes of its terms) of what `entries` gives. IndexError where that names a
+    column that the matrix does not have."""
     rows, tiles = of.packed.shape[:2]
     y = torch.zeros(rows, of.down_t.shape[1], dtype=torch.float64)
     size = y.clone()
@@ -237,9 +233,7 @@ def agrees(y: Tensor, exact: Tensor, size: Tensor) -> Tensor:
 
 
 def wrong(of: Case, y: Tensor) -> str | None:
-    """Return what is wrong with y, in words, with the mistake's name where it is one of the usual; None if nothing is.
-
-    All tensors lie on the CPU."""
+    """Return what is wrong with y (on the CPU), with the mistake's name where it is a usual one; None if nothing is."""
     untouched = y.view(torch.int16) == UNWRITTEN
     if untouched.all():
         return "your kernel writes nothing to y yet."

@@ -1,9 +1,7 @@
 """A reader's `down` judged: run in the simulator, its faults and mistakes named, its sectors counted against the floor,
-its time predicted, and, where there is a GPU, measured. The notebook, its exercise and `twell-lab submit` share this.
-
-Notebook 12 says how the kernel is launched. Medals: bronze for a right result, silver for sectors within
-`SILVER` of the floor, gold for a time within `GOLD` of down_v2's. Where nothing was timed, a time predicted from the
-counts may win "predicted gold", which is no measurement."""
+its time predicted and, on a GPU, measured; for notebook 12, its exercise and `twell-lab submit`. Medals: bronze for a
+right result, silver for sectors within `SILVER` of the floor, gold for a time within `GOLD` of down_v2's. Where nothing
+was timed, a predicted time may win "predicted gold", which is no measurement."""
 
 from __future__ import annotations
 
@@ -87,9 +85,8 @@ def launcher(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return a function of packed, gate, down_t and y that launches the kernel in a file, and returns y.
 
-    device: "cuda" for the GPU here, "cpu" for the simulator. counted: a list that gets the counts of each launch in the
-    simulator; without it nothing is watched. Raises InputError for what is no kernel file, CompileError and StackError
-    as the compilers do."""
+    device: "cuda" for the GPU here, "cpu" for the simulator. counted: a list that gets the counts of each launch there.
+    Raises InputError for what is no kernel file, CompileError and StackError as the compilers do."""
     text = source(file)
     threads = threads_of(text)
     if device == "cuda":
@@ -108,10 +105,9 @@ def launcher(
 
 
 def judge(file: str | Path, name: str = "down") -> Judged:
-    """Return whether the kernel in a file is right, by the simulator, and what its loads touch. What is wrong with it
-    is said, never raised; InputError where there is no such file.
-
-    name: of the kernel; of one of cases.STEPS its launches alone are made, and nothing is counted."""
+    """Return whether the kernel in a file is right, by the simulator, and what its loads touch; what is wrong is said.
+    InputError where there is no such file. name: of the kernel; of one of cases.STEPS its launches alone are made, and
+    nothing is counted."""
     text = source(file)
     with_what = ""
     try:
@@ -240,8 +236,7 @@ def simulated(rates: Rates) -> simulator.Gpu:
 
 def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
     """Predicted and measured microseconds of the reader's kernel and of the library's: {version, sectors, floor,
-    predicted_us, gpu, measured_us, where}. Without rows of `timed_here`, the library's times are recorded ones, and
-    predicted is for the GPU that they were recorded on, an H100 as USUAL_GPU."""
+    predicted_us, gpu, measured_us, where}. rows: of `timed_here`; without them, those recorded on an H100."""
     counts = ({gpu.YOURS: judged.counts} if judged.counts else {}) | library_counts()
     size = {"kind": "kernel", "tokens": TIMED, "d_model": D_MODEL, "d_ff": D_FF}
     rows = rows or newest("", "H100", lambda row: row.get("path") in counts and size.items() <= row.items())
@@ -324,26 +319,20 @@ def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -
 
 
 def submit(file: str | Path) -> tuple[str, str, records.Record | None]:
-    """Judge a kernel in the simulator and, where there is one, on the GPU. Returns a line about it, one about the GPU,
-    and a record that can be shared, with times on the GPU as rows of kind "capstone"; None where there is no medal.
-
-    Raises InputError where there is no such file, StackError where there is no compiler for the simulator."""
+    """Judge a kernel in the simulator and on a GPU, if one is here. Returns a line about it, one about the GPU, and a
+    record to share, None without a medal. InputError where there is no such file, StackError without a compiler for the
+    simulator."""
     simulator.compiler()
     judged = judge(file)
     if not judged.right:
         return f"Not yet: {judged.said}", "", None
     on_gpu, rows = timed_here(file, judged)
     won, text = medal(judged, rows), source(file)
-    counted = {
-        "what": f"the simulator's counts for {COUNTED} rows of {D_FF:,} columns, d_model {D_MODEL:,}",
-        "sectors_read": judged.sectors,
-        "floor": judged.floor,
-        "load_instructions": judged.counts.global_reads.requests,
-        "sectors_written": judged.counts.global_writes.sectors,
-        "barriers": judged.counts.barriers,
-        "threads": threads_of(text),
-    }
-    guess = predicted(judged.counts, rows[0]["device"] if rows else None)._asdict()
+    what, counts = f"the simulator's counts for {COUNTED} rows of {D_FF:,} columns, d_model {D_MODEL:,}", judged.counts
+    counted = {"what": what, "sectors_read": judged.sectors, "floor": judged.floor, "barriers": counts.barriers}
+    counted |= {"load_instructions": counts.global_reads.requests, "sectors_written": counts.global_writes.sectors}
+    counted["threads"] = threads_of(text)
+    guess = predicted(counts, rows[0]["device"] if rows else None)._asdict()
     notes = {
         "medal": won,
         "on_gpu": on_gpu.partition("\n")[0],

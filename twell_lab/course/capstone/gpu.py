@@ -59,10 +59,8 @@ def headers(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 class Kernel:
-    """A kernel of a reader's, ready to be launched on the current GPU. flags: as of `cubin`.
-
-    Raises StackError without CuPy or with one that does not match torch, DeviceError for a GPU that is too old,
-    CompileError as `cubin` does."""
+    """A kernel of a reader's, ready to be launched on the current GPU. flags: as of `cubin`, whose errors it raises.
+    StackError without a CuPy that matches torch, DeviceError for a GPU that is too old."""
 
     def __init__(self, text: str, name: str, flags: Iterable[str] = ()) -> None:
         core.check_stack()
@@ -111,9 +109,8 @@ def wrong(mine: Mine) -> str | None:
 
 
 def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
-    """Rows of kind "capstone": the reader's kernel and each version of the library's, cold, in turn.
-
-    Raises clocks.WrongResult, before any clock starts, for one whose rows are not as in float64."""
+    """Rows of kind "capstone": the reader's kernel and the library's versions, cold, in turn. WrongResult, before any
+    clock starts, for one whose rows are not as in float64."""
     dtype = clocks.dtype_for("cuda")
     dense, inputs = clocks.workload(tokens, D_MODEL, D_FF, NNZ, "lognormal", dtype, "cuda")
     down_t = dense.down_proj.weight.detach().t().contiguous()

@@ -1,6 +1,4 @@
-"""Figures of notebook 09, each a function of rows and numbers; in the style of `plots`.
-
-Colour is never the only sign."""
+"""Figures of notebook 09, functions of rows and numbers; in the style of `plots`. Colour is never the only sign."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
 
 
 def against_nnz(rows: list[dict], tokens: int = 16384) -> go.Figure:
-    """Recorded milliseconds over the mean nnz, with the floor of the dense layer and the estimate of TwELL as lines.
-
-    rows: `data.recorded`."""
+    """Recorded milliseconds (`data.recorded`) over nnz, with the floor of the dense layer and the estimate of TwELL."""
     figure, found = go.Figure(), by_nnz(rows, tokens)
     ends = [row["nnz"] for row in found]
     span = [min(ends) * (max(ends) / min(ends)) ** (i / 60) for i in range(61)] if found else []
@@ -85,9 +81,8 @@ def against_nnz(rows: list[dict], tokens: int = 16384) -> go.Figure:
 
 
 def loss_map(cells: list[dict]) -> go.Figure:
-    """Times as fast as dense for each path, nnz and number of tokens: blue is faster, orange slower.
-
-    cells: `data.cells`. A column is a workload; columns are grouped by the number of tokens at once."""
+    """Times as fast as dense (`data.cells`) for each path and workload, a column, grouped by tokens: blue wins, orange
+    loses."""
     figure = go.Figure()
     order = [path for path in reversed(NAMES) if any(cell["path"] == path for cell in cells)]
     places, labels, first = [], [], 0.0  # of the columns, from left to right, with a gap after each number of tokens
@@ -125,9 +120,7 @@ def loss_map(cells: list[dict]) -> go.Figure:
 
 
 def roofline(points: list[dict], gpu: dict) -> go.Figure:
-    """Operations a second over operations a byte of memory, under the peaks of a datasheet.
-
-    points: `data.points`; gpu: an entry of data/gpus.json."""
+    """Operations a second over operations a byte (`data.points`) under the peaks of a GPU of data/gpus.json."""
     title = "Roofline: no kernel gets above the slope (memory) or the flat roof (tensor cores)"
     if not points:
         return finish(go.Figure(), title)
@@ -154,9 +147,8 @@ def roofline(points: list[dict], gpu: dict) -> go.Figure:
 
 
 def versions(found: list[dict], floor_ms: float) -> go.Figure:
-    """The gate, packed, by each version, beside the least time that the tensor cores allow. found: `data.versions`.
-
-    floor_ms: drawn as a line."""
+    """The gate, packed, by each version (`data.versions`), beside the least time that the tensor cores allow, a
+    line."""
     name = lambda row: VERSIONS.get(row["path"], row["path"])
     colour = {"gate GEMM (torch)": plots.GREY, "sm90 gate_pack v3": plots.BLUE}
     looks = {None: {"marker": {"color": [colour.get(row["path"], plots.SKY) for row in found]}}}

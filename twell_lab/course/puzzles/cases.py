@@ -1,8 +1,7 @@
-"""The kernels that readers write: how each is launched, what it has to give, and what would miss the point.
-
-Inputs are multiples of a quarter: every order of adding gives the same sum, so that results are compared bit for bit,
-and a kernel that keeps them in whole numbers is wrong. Where the order matters, products are exact: a GPU that does not
-round them before it adds gives the same bits."""
+"""The kernels that readers write: how each is launched, what it has to give, and what would miss the point. Inputs are
+multiples of a quarter: every order of adding gives the same sum, so that results are compared bit for bit, and a kernel
+that keeps them in whole numbers is wrong. Where the order matters, products are exact: a GPU that does not round them
+before it adds gives the same bits."""
 
 from __future__ import annotations
 
@@ -40,10 +39,9 @@ class Out(NamedTuple):
 
 
 class Case:
-    """One launch. given: the kernel's arguments by name, in its order: inputs, sizes, and each output as an Out.
-
-    said: the sizes, in words. look: the block whose steps are kept. race: what is said of a race on shared memory, if
-    not that a barrier is missing. arguments: what is launched with; wanted, used, read: by output, as of Out."""
+    """One launch. said: the sizes, in words. look: the block whose steps are kept. race: what is said of a race on
+    shared memory, if not that a barrier is missing. given: the kernel's arguments by name, in its order, outputs as
+    Out."""
 
     def __init__(
         self, said: str, grid: tuple, block: tuple, look: int = 0, race: str = "", **given: Tensor | int | Out

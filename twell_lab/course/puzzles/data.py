@@ -111,9 +111,8 @@ def trace_of(name: str, file: str | Path) -> Trace | None:
 
 
 def standing(folder: str | Path) -> str:
-    """Three lines on the kernels in a folder: which of notebook 06 are solved, which are not, and what comes next.
-
-    Every file is judged anew, so the lines hold after a restart too."""
+    """Three lines on the kernels in a folder, judged anew: how many of notebook 06 are solved, which are not, what is
+    next."""
     left, every = [], [(name, puzzle) for name, puzzle in PUZZLES.items() if puzzle.notebook == "06"]
     for number, (name, puzzle) in enumerate(every, 1):
         try:

@@ -1,6 +1,5 @@
-"""The puzzles' pictures: who touches what, in the course's answer and in the reader's kernel.
-
-Colour is never the only sign: each cell names its thread, and what is written has a frame."""
+"""The puzzles' pictures: who touches what, in the course's answer and in the reader's kernel. Colour is never the only
+sign: each cell names its thread, and what is written has a frame."""
 
 from __future__ import annotations
 
@@ -28,10 +27,9 @@ def asked(name: str) -> go.Figure | None:
 
 
 def yours(name: str, file: str | Path, step: bool = False):
-    """Who touches what in the reader's kernel: one block of the puzzle's first launch.
-
-    None, where nothing was touched, nothing can be run, or a fault stopped the launch (the check names it). With `step`
-    a slider through the block's steps (StepExplorer), up to the fault if there is one; None where it makes none."""
+    """Who touches what in the reader's kernel: one block of the puzzle's first launch; None where nothing was touched,
+    nothing can be run, or a fault stopped the launch (the check names it). step: instead a slider through the block's
+    steps (StepExplorer), up to a fault."""
     trace = trace_of(name, file)
     if step and trace:
         from ..first_kernels.widget import StepExplorer  # which needs ipywidgets

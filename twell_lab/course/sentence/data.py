@@ -1,8 +1,7 @@
-"""What small models do with a sentence when more and more of their neurons are cut. All of it is computed when the
-sentence is read (`read`), so that a slider only looks it up (`view`).
-
-A cut of 90% leaves a layer one value in ten over the sentence: a threshold sets the others to zero (CATS, arXiv
-2404.08763). Where a ReLU silences more than that by itself, such a cut changes nothing. Needs no plotly."""
+"""What small models do with a sentence when more and more of their neurons are cut, all of it computed when the
+sentence is read (`read`), so that a slider only looks it up (`view`). A cut of 90% leaves a layer one value in ten over
+the sentence: a threshold sets the others to zero (CATS, arXiv 2404.08763). Where a ReLU silences more by itself, it
+changes nothing. Needs no plotly."""
 
 from __future__ import annotations
 
@@ -45,10 +44,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """What one model did with a sentence, at each of CUTS.
-
-    kept: who fires, bool [cuts, tokens, layers, d_ff]. loss: bits a token of the sentence. texts: what it writes after
-    it. row: bytes of a neuron's weights in one matrix. matrices: whose rows a neuron needs once it fires."""
+    """What one model did with a sentence, at each of CUTS. kept: who fires, bool [cuts, tokens, layers, d_ff]. loss:
+    bits a token. texts: what it writes after it. row: bytes of a neuron's weights in one matrix. matrices: whose rows a
+    neuron needs once it fires."""
 
     kept: np.ndarray
     loss: list[float]
@@ -59,9 +57,8 @@ class Read:
 
 @dataclass(frozen=True, eq=False)
 class Sentence:
-    """What models did with a sentence, by their names.
-
-    tokens: what was read of it, a byte each. note: a line on what was left out or read otherwise, or ""."""
+    """What models did with a sentence, by name. tokens: what was read, a byte each. note: a line on what was left out,
+    or ""."""
 
     readers: dict[str, LanguageModel]
     tokens: bytes
@@ -163,8 +160,7 @@ def times(device: str = "cpu", size: tuple[int, int] = SIZE, shares: tuple[float
 
 
 def recorded(size: tuple[int, int] = SIZE) -> list[Row]:
-    """Rows of current records of one token on a GPU: a gated layer of this size, on the path that a plan chose, or
-    packed; by share."""
+    """Current rows of one token on a GPU, by share: a gated layer of this size, on the planned path or packed."""
     rows = []
     for record in records.load_all():
         for row in () if records.stale(record) else record.rows:

@@ -29,13 +29,8 @@ def beside_layers(
     """For each step a bar of the model, with the middle half of its turns, a diamond of its layers alone, and a line
     where Amdahl's law puts the model."""
     figure, known = go.Figure(), [step for step in found if step["share"]]
-    spread = {
-        "array": [step["high"] - step["x"] for step in found],
-        "arrayminus": [step["x"] - step["low"] for step in found],
-        "color": plots.INK,
-        "thickness": 1,
-        "width": 4,
-    }
+    spread = {"array": [step["high"] - step["x"] for step in found], "color": plots.INK, "thickness": 1, "width": 4}
+    spread |= {"arrayminus": [step["x"] - step["low"] for step in found]}
     said = lambda step: f"{step['name']}: {step['x']:.2f}x"
     bars(figure, found, "name", "x", lambda step: "the model, measured", hover=said, across=True, error_x=spread)
     alone = "its layers by themselves" + ", where they were timed" * (len(known) < len(found))
@@ -79,8 +74,7 @@ def law(found: list[dict]) -> go.Figure:
 
 
 def pieces(found: list[dict]) -> go.Figure:
-    """Where the time of a call goes, in percent of the dense model's: a bar dense, a bar planned. found: what
-    data.pieces returned."""
+    """Where the time of a call goes, in percent of the dense model's: bars of data.pieces, dense and planned."""
     dense = {piece["what"]: piece["whole"] for piece in found if piece["path"] == "dense eager"}
     shown = [piece for piece in found if piece["what"] in dense]
     percent = lambda piece, key="ms": 100 * piece[key] / dense[piece["what"]]
