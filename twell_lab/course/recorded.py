@@ -39,7 +39,7 @@ def sourced(record: records.Record) -> list[dict]:
 
 
 def same(row: dict) -> tuple:
-    """What is equal in rows that measure the same: kind, workload, sizes, and the first two digits of nnz."""
+    """Return what is equal in rows that measure the same: kind, workload, sizes, and the first two digits of nnz."""
     nnz = row.get("nnz")
     keys = ("kind", "workload", "tokens", "d_model", "d_ff", "gated", "layer", "l1")
     return (*map(row.get, keys), nnz and f"{nnz:.2g}")

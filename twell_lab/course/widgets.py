@@ -4,6 +4,7 @@ the notebook can show one. Elsewhere, as on Colab or without anywidget, they are
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import plotly.graph_objects as go
 
@@ -15,16 +16,6 @@ try:
     from IPython.display import display
 except ImportError:
     raise StackError("widgets need ipywidgets, which is not installed: pip install ipywidgets") from None
-
-
-def live_figure(figure: go.Figure) -> go.Figure:
-    """The figure as a FigureWidget where the notebook can show one, otherwise the figure itself."""
-    if on_colab():
-        return figure  # there a FigureWidget needs a third-party widget manager, and loses updates
-    try:
-        return go.FigureWidget(figure)
-    except ImportError:  # plotly needs anywidget for it, and does not install it
-        return figure
 
 
 # Plotly draws such a figure before the page has given it a place, 700 pixels wide, and looks again only when the window
@@ -70,7 +61,10 @@ class Drawn(ipywidgets.VBox):
     """Controls above a figure, which is `.figure` and as wide as the notebook."""
 
     def __init__(self, controls: list, figure: go.Figure) -> None:
-        self.figure = live_figure(_light(figure))
+        self.figure = _light(figure)
+        if not on_colab():  # there a FigureWidget needs a third-party widget manager, and loses updates
+            with suppress(ImportError):  # plotly needs anywidget for it, and does not install it
+                self.figure = go.FigureWidget(figure)
         self._canvas = None if isinstance(self.figure, ipywidgets.Widget) else ipywidgets.Output()
         super().__init__([*controls, *(_fitted(self.figure) if self._canvas is None else [self._canvas])])
 

@@ -298,11 +298,9 @@ def floor_us(judged: Judged) -> float:
     return least_us(passed, predicted(judged.counts).memory_bytes, rates.l2, rates.bandwidth)
 
 
-def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -> str:
+def next_step(won: str, judged: Judged, rows: list[dict] | None = None) -> str:
     """A line about what the next medal takes."""
     times = against_v2(rows or [])
-    if won is None:
-        return "Bronze is for a right result."
     if won == "bronze":
         return f"Silver is for {int(SILVER * judged.floor):,} sectors or fewer."
     if won == "gold":

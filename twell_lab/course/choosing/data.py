@@ -103,7 +103,7 @@ def recorded_maps() -> list[dict]:
 
 
 def _of_map(row: dict) -> dict:
-    """A row of `methods.map_rows` as one of `map_rows`: on a busy CPU with the lower quartile."""
+    """Return a row of `methods.map_rows` as one of `map_rows`: on a CPU, which is busy, with the lower quartile."""
     method = DENSE if row["path"] == bench_rows.DENSE else row["path"]
     ms = quantile(row["samples"], 0.25) if row["device"] == "CPU" else row["ms"]
     said = {key: row[key] for key in ("tokens", "d_ff", "x_dense", "where", "share")}

@@ -349,7 +349,7 @@ def _numbers(who: set[int], room: int) -> str:
 
 
 def _across(array) -> int:
-    """How many cells a line has: a short last dimension stays in one piece, so that a line is a whole tile or row."""
+    """Return how many cells a line has: a short last dimension stays in one piece, as a whole tile or row."""
     last = array.shape[-1] if len(array.shape) > 1 else ACROSS
     return ACROSS if last > ACROSS else last if last >= ACROSS // 4 else ACROSS // last * last
 

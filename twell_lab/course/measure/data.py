@@ -82,8 +82,8 @@ def recorded(kind: str) -> list[dict]:
 
 
 def recorded_calls(d_model: int, d_ff: int, nnz: float) -> list[dict]:
-    """Recorded rows, by tokens, of layers of this size on a GPU's TwELL path, about this nnz: `ms` and `dense_ms` are
-    the GPU's time; `wall_ms` and `dense_wall_ms` that of plain calls."""
+    """Return recorded rows, by tokens, of layers of this size on a GPU's TwELL path, about this nnz: `ms` and
+    `dense_ms` are the GPU's time; `wall_ms` and `dense_wall_ms` that of plain calls."""
     sizes = {"kind": "inference", "path": "forced twell", "d_model": d_model, "d_ff": d_ff, "workload": LOGNORMAL}
     wanted = lambda row: {**row, **sizes} == row and 0.8 * nnz < row["nnz"] < 1.25 * nnz
     return sorted(newest("inference", "", wanted), key=lambda row: row["tokens"])

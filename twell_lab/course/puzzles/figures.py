@@ -13,7 +13,6 @@ from .cases import PUZZLES
 from .data import answer, trace_of
 
 CELLS = 192  # of one array, at most
-FEWER_CELLS = {"gemm_tile": 64}
 
 
 def asked(name: str) -> go.Figure | None:
@@ -44,7 +43,7 @@ def _drawn(name: str, trace, whose: str) -> go.Figure | None:
     case = PUZZLES[name].cases()[0]
     blocks = case.grid[0] * (case.grid + (1,))[1]
     block = f", block {case.look} (of 0 to {blocks - 1})" if blocks > 1 else ""
-    figure = who_touches_what(trace, cells=FEWER_CELLS.get(name, CELLS))
+    figure = who_touches_what(trace, cells=64 if name == "gemm_tile" else CELLS)
     figure.layout.title.text = f"{whose}: {case.said}{block}<br><sup>{TOUCHED}</sup>"
     # No axis is shown: the template would be half of what is stored.
     return figure.update_layout(template="none", plot_bgcolor="white").update_yaxes(ticks="")

@@ -60,9 +60,8 @@ def pays_after(conversion: float, sparse: float, dense: float) -> int | None:
 
 
 def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:
-    """By pattern, the measured density from which on down some method is faster than dense (the middle halves of the
-    samples lie apart), and the next higher measured, at which none is, or None. Patterns without such a method are left
-    out."""
+    """Return by pattern the measured density from which on down some method is faster than dense (the middle halves of
+    the samples lie apart), and the next higher one, at which none is, or None. Patterns without any are left out."""
     rows = list(rows)
     dense = {(row["pattern"], row["density"]): row["samples"] for row in rows if row["path"] == DENSE}
     made: dict[str, tuple[float, float | None]] = {}
@@ -136,7 +135,7 @@ def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
 def view(weighed: Weighed, threshold: float) -> dict:
     """Return what is left of the weight above a threshold in magnitude.
 
-    Returns {threshold, kept (bool [32, 32] at most: the corner that is drawn), density, by_row (densities of the rows,
+    Returns {kept (bool [32, 32] at most: the corner that is drawn), density, by_row (densities of the rows,
     descending), violations (share of the groups of four with more than two), filled ({size: share of the blocks that
     hold anything}), error (of the product, relative), bytes and ms ({format: what it takes}; None where the format does
     not take this weight, or this machine not the format)}. Bytes are those of 16-bit values."""
@@ -158,7 +157,6 @@ def view(weighed: Weighed, threshold: float) -> dict:
         size_of[f"blocks {size}"] = number * (2 * size**2 + 4) + 4 * (out // size + 1)
     shares = {"dense": 1.0, "CSR": count / weight.numel(), **{f"blocks {size}": s for size, s in filled.items()}}
     return {
-        "threshold": threshold,
         "kept": kept[:32, :32],
         "density": count / weight.numel(),
         "by_row": kept.double().mean(1).sort(descending=True).values.tolist(),
