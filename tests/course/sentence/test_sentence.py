@@ -15,7 +15,6 @@ import twell_lab as tl
 from tests.course import recorded_rows as made
 from twell_lab.core import InputError
 from twell_lab.course import sentence
-from twell_lab.course.recorded import ms
 from twell_lab.course.sentence import data, web
 from twell_lab.layers.lossy import ThresholdedActivation
 from twell_lab.models.tiny import LanguageModel, ModelConfig
@@ -88,8 +87,8 @@ def test_times_lie_on_a_line_between_the_measured_and_end_with_them(share, took)
 def test_a_machine_without_a_time_says_up_to_where_it_has_some(read):
     times = sentence.view(read, ROWS, "gated")["times"]  # half of the neurons of drawn weights fire
     assert times == [("here", None, 0.03), ("GPU", 0.1, 0.2)]
-    assert data.of(*times[0][1:], ms) == "not timed above 3.0% firing"
-    assert data.of(*times[1][1:], ms) == "0.1 ms of 0.2 ms"
+    assert data.of(*times[0][1:], data.ms) == "not timed above 3.0% firing"
+    assert data.of(*times[1][1:], data.ms) == "0.1 ms of 0.2 ms"
 
 
 def test_recorded_times_are_of_one_token_of_this_layer_in_current_records(keep):

@@ -181,15 +181,17 @@ def sectors_of(first: int, count: int, size: int = 2) -> int:
 
 # ---- what is right, and what the usual mistakes give ----
 
-MISTAKES = {  # its name in `entries` -> what is said of a kernel that makes it
-    "within": "That is what comes out where the column within a tile is taken as the column of the matrix.",
-    "count read": (
-        "That is what comes out where word 0 of a tile, its count, is read as a value, and the last word is left out."
+MISTAKES = {  # what is said of a kernel that makes it -> its name in `entries`
+    "that is what comes out where the column within a tile is taken as the column of the matrix.": "within",
+    "that is what comes out where word 0 of a tile, its count, is read as a value, and the last word is left out.": (
+        "count read"
     ),
-    "past": "That is what comes out where all words of a tile are read: those past its count hold anything.",
-    "cut": f"A tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.",
-    "both": "A tile that overflows was added from its words and from the gate: the gate alone holds all of its values.",
-    "left out": "The tiles that overflow were left out: their values stand in the gate.",
+    "that is what comes out where all words of a tile are read: those past its count hold anything.": "past",
+    f"a tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.": "cut",
+    "a tile that overflows was added from its words and from the gate: the gate alone holds all of its values.": (
+        "twice"
+    ),
+    "the tiles that overflow were left out: their values stand in the gate.": "left out",
 }
 
 
@@ -201,13 +203,13 @@ def entries(of: Case, row: int, t: int, mistake: str = "") -> tuple[Tensor, Tens
         return tile[columns], columns
     spans = {"count read": (0, count), "past": (1, WORDS)}
     if count > SLOTS:
-        spans = {"cut": (1, WORDS), "left out": (1, 1), "both": (1, WORDS)}
+        spans = {"cut": (1, WORDS), "left out": (1, 1), "twice": (1, WORDS)}
     right = tile[columns], columns + t * TILE
     if mistake not in spans:
         return right
     values, columns = split_words(of.packed[row, t, slice(*spans[mistake])], of.down_t.dtype)
     read = values, columns + t * TILE
-    return (torch.cat([read[0], right[0]]), torch.cat([read[1], right[1]])) if mistake == "both" else read
+    return (torch.cat([read[0], right[0]]), torch.cat([read[1], right[1]])) if mistake == "twice" else read
 
 
 def sums(of: Case, mistake: str = "") -> tuple[Tensor, Tensor]:
@@ -249,13 +251,13 @@ def wrong(of: Case, y: Tensor) -> str | None:
 
 
 def _named(of: Case, y: Tensor, exact: Tensor, size: Tensor) -> str:
-    for mistake, said in MISTAKES.items():
+    for said, mistake in MISTAKES.items():
         try:
             mistaken, terms = sums(of, mistake)
         except IndexError:
             continue
         if agrees(y, mistaken, terms).all() and 2 * mistaken.isfinite().sum() > mistaken.numel():
-            return said
+            return f"{said[0].upper()}{said[1:]}"
     finite = exact.isfinite()
     if (y.isnan() & finite).any():
         return (

@@ -11,8 +11,7 @@ from plotly.subplots import make_subplots
 
 from ... import plots
 from ..charts import say, squares
-from ..recorded import ms
-from .data import ACROSS, SIZE, of, percent, said, size
+from .data import ACROSS, SIZE, ms, of, percent, said, size
 
 STATES = ((2, "fire"), (1, "silenced by the cut"))  # of a neuron; 0: silent by itself
 COLOURS = ("#EDEDED", plots.SKY, plots.RED)  # by state

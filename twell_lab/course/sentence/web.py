@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..recorded import ms
-from .data import ACROSS, CUTS, SENTENCE, SIZE, Sentence, of, percent, read, said, shipped, size, times, view
+from .data import ACROSS, CUTS, SENTENCE, SIZE, Sentence, ms, of, percent, read, said, shipped, size, times, view
 
 SENTENCES = (SENTENCE, "'Then you must never tell him,' she said, and shut the door.")
 
