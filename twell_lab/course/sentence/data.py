@@ -24,7 +24,7 @@ from ...layers.sparse_ffn import SparseFFN
 from ...models.generate import generate
 from ...models.tiny import LanguageModel
 from ...ops import clock as clocks
-from ..recorded import ms  # noqa: F401: figure and page say times so
+from ..recorded import ms  # noqa: F401
 
 CUTS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
 SENTENCE = "It was late, and the rain fell upon the roof of the old house."
