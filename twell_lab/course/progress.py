@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -23,11 +24,9 @@ def remember(name: str) -> None:
     """Note that this exercise is solved; only where a notebook runs, so that nothing else writes into its folder."""
     if not notebook.is_running():
         return
-    try:
+    with suppress(OSError):  # a read-only folder
         FILE.parent.mkdir(exist_ok=True)
         FILE.write_text(json.dumps(sorted(solved() | {name})) + "\n", encoding="utf-8")
-    except OSError:  # a read-only folder
-        pass
 
 
 def solved(folder: Path = Path()) -> set[str]:

@@ -29,9 +29,8 @@ def judge(name: str, file: str | Path) -> str:
     """Return what is said of the kernel in a file if it solves one of PUZZLES; NotYet, with a reason, if not."""
     puzzle = PUZZLES[name]
     cases = puzzle.cases()
-    originals = [
-        {key: given.clone() for key, given in case.arguments.items() if isinstance(given, Tensor)} for case in cases
-    ]
+    tensors = [{key: each for key, each in case.arguments.items() if isinstance(each, Tensor)} for case in cases]
+    originals = [{key: tensor.clone() for key, tensor in given.items()} for given in tensors]
     try:
         program = simulator.compile(Path(file), MACROS)
         text = program.sources[program.file]
@@ -228,11 +227,10 @@ def _wrong(puzzle: str, case: Case, got: Mapping[str, Tensor], before: Mapping[s
             return f"your kernel writes nothing to {name} yet."
         at = differs.nonzero()[0].tolist()
         place, value, wanted = name + "".join(f"[{i}]" for i in at), mine[tuple(at)].item(), want[tuple(at)].item()
+        off = f"{place} should be {_shown(wanted)}; yours is {_shown(value, beside=wanted)}."
         if value != value or value == UNWRITTEN:
-            value_said = f"{place} was never written; it should be {_shown(wanted)}."
-        else:
-            value_said = f"{place} should be {_shown(wanted)}; yours is {_shown(value, beside=wanted)}."
-        return value_said + likely(puzzle, case, name, mine, code)
+            off = f"{place} was never written; it should be {_shown(wanted)}."
+        return off + likely(puzzle, case, name, mine, code)
     return None
 
 
