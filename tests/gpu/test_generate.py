@@ -39,11 +39,13 @@ def test_a_family_is_captured_and_says_the_same(gpu, name):
     wanted = own(model, ids, mask)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(2):  # the second one begins with the graph of the first
+        for _ in range(4):  # steps are captured in the first one; reading is tried, captured and replayed in the others
             assert torch.equal(tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask), wanted)
     plain = [str(one.message) for one in said if "decodes step by step" in str(one.message)]
     if name not in MAY_RUN_PLAIN:
-        assert not plain and module._steps[model].graph is not None, plain
+        step = module._steps[model]
+        assert not plain and step.advance.graph is not None, plain
+        assert step.read_piece.graph is not None or name == "Falcon"  # which asks the GPU about the mask of a prompt
 
 
 @pytest.mark.parametrize("act, share", (("relu", 1.0), ("silu", 0.8)))  # rounding moves some over a threshold
@@ -57,8 +59,10 @@ def test_swapped_layers_are_captured_in_16_bits(gpu, act, share):
         tl.thresholds(model, [ids], 0.5, method="teal", attention=True).apply(model)
     dense = copy.deepcopy(model)
     tl.sparsify(model, "twell" if act == "relu" else "kept_inputs")
-    text = tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask)
-    assert module._steps[model].graph is not None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "generate: ")  # such as that it decodes uncompiled
+        text = tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask)
+    assert module._steps[model].advance.graph is not None
     mask = torch.nn.functional.pad(mask, (0, TOKENS), value=1)
     scores = dense(text, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits.float()
     scores, chosen = scores[:, ids.shape[1] - 1 : -1], text[:, ids.shape[1] :, None]
@@ -73,7 +77,7 @@ def test_a_model_of_ours_draws_and_streams_alike(gpu):
     wanted = decoders.read_anew(model, ids, TOKENS)
     for _ in range(2):
         assert torch.equal(tl.generate(model, ids, max_new_tokens=TOKENS), wanted)
-    assert module._steps[model].graph is not None
+    assert module._steps[model].advance.graph is not None
     how = dict(max_new_tokens=TOKENS, temperature=1.0, top_k=20, top_p=0.9, seed=3)
     drawn = [tl.generate(model, ids, **how) for _ in range(3)]  # captured in the first, replayed in the others
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[1], drawn[2])

@@ -10,8 +10,9 @@ from torch import nn
 
 import twell_lab as tl
 from tests.layers import drawn
-from twell_lab.core import InputError
-from twell_lab.layers.choice import Candidate
+from twell_lab.core import InputError, TwellError
+from twell_lab.layers.choice import STEP, Candidate
+from twell_lab.layers.paths import PATHS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHOICES = {"dense": tl.Choice("dense"), "twell": tl.Choice("twell"), "hot_cold": tl.Choice("hot_cold", 256)}
@@ -114,9 +115,14 @@ def test_a_plan_that_does_not_fit_is_an_input_error(plan, says):
         tl.SparseFFN.from_module(drawn.layer(), plan=plan)
 
 
-def test_compiled_code_is_one_graph_and_right():
+@pytest.mark.parametrize("path", PATHS.names())
+def test_compiled_code_is_one_graph_and_right(path):
     dense = drawn.layer()
-    sparse = tl.SparseFFN.from_module(copy.deepcopy(dense), plan=tl.Choice("twell"))
+    try:
+        sparse = tl.SparseFFN.from_module(copy.deepcopy(dense), plan=tl.Choice(path, STEP * PATHS[path].splits))
+    except TwellError as error:  # as for weights of other shapes, or on a CPU
+        pytest.skip(str(error))
+    torch._dynamo.reset()
     compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
     x = drawn.rows(5)
     with torch.no_grad():

@@ -257,7 +257,7 @@ DONE: tuple[tuple[str, str, dict, str], ...] = (
 
 def beside_layer(recorded: list[Record]) -> tuple[str, dict[str, list[float]]]:
     """Return how many times as fast as torch's own a layer and a whole model are at what is done, where both are
-    recorded; and on which device and days that was."""
+    recorded; and on which devices and days that was."""
     used: list[Record] = []
     done: dict[str, list[float]] = {}
     for number, (what, name, which, key) in enumerate(DONE):
@@ -266,8 +266,8 @@ def beside_layer(recorded: list[Record]) -> tuple[str, dict[str, list[float]]]:
         if record:
             used.append(record)
             done.setdefault(what, []).append(rows[0][key])
-    days = sorted({record.date[:10] for record in used})
-    where = f"{used[0].rows[0]['device']}, {' to '.join(dict.fromkeys((days[0], days[-1])))}" if used else ""
+    devices, days = (sorted({*seen}) for seen in ((r.rows[0]["device"] for r in used), (r.date[:10] for r in used)))
+    where = f"{' and '.join(devices)}, {' to '.join(dict.fromkeys((days[0], days[-1])))}" if used else ""
     where += "; stale: code has changed since" * any(map(stale, used))
     return where, {what: both for what, both in done.items() if len(both) == 2}
 

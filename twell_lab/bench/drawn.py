@@ -44,8 +44,8 @@ def sizes_of(size: str | ModelConfig) -> ModelConfig:
 def llama(
     sizes: ModelConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> nn.Module:
-    """Return a LlamaForCausalLM with ReLU and biases in its feed-forward layers and random weights. changes: of its
-    LlamaConfig. StackError where transformers is missing."""
+    """Return a LlamaForCausalLM with ReLU and random weights. changes: of its LlamaConfig. StackError where
+    transformers is missing."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -53,7 +53,7 @@ def llama(
     fields = {"hidden_size": sizes.d_model, "intermediate_size": sizes.d_ff, "num_hidden_layers": sizes.layers}
     fields |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), sizes.heads)
     fields |= {"vocab_size": sizes.vocabulary, "max_position_embeddings": sizes.context + 1}
-    config = LlamaConfig(**{**fields, "hidden_act": "relu", "mlp_bias": True, **changes})
+    config = LlamaConfig(**{**fields, "hidden_act": "relu", **changes})
     torch.manual_seed(0)
     with torch.device(device):
         model = LlamaForCausalLM(config)
@@ -68,7 +68,7 @@ def llama(
 
 @torch.no_grad()
 def fire(model: nn.Module, run: Callable[[], object], nnzs: Sequence[float | Tensor]) -> None:
-    """Set the biases of each gate, layer by layer, while run() calls the model, to quantiles of its products: so that
+    """Give each gate a bias, layer by layer, while run() calls the model: quantiles of its products, so that
     about so many of its neurons fire at a token, at lognormal rates, or each at its rate [d_ff]."""
 
     def before(gate: nn.Linear, args: tuple, nnz: float | Tensor, seed: int) -> None:

@@ -80,7 +80,7 @@ def tuned_rows(recipe: Recipe) -> list[dict]:
     windows = source.random_windows(seen, recipe.batch * sum(recipe.steps), context, draw)[:, :-1]
     first, then = windows.split([recipe.batch * steps for steps in recipe.steps])
     judged = source.spread_windows(held_out, recipe.held_out, context)[:, :-1].to(device)
-    model = drawn.llama(recipe.sizes, device, torch.float32, hidden_act="silu", mlp_bias=False)
+    model = drawn.llama(recipe.sizes, device, torch.float32, hidden_act="silu")
     fit(model, first, recipe.batch, recipe.steps[0], recipe.rates[0])
     before, relu = loss(model, judged), relufy(copy.deepcopy(model))
     fit(model, then, recipe.batch, recipe.steps[1], recipe.rates[1])

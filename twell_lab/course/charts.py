@@ -3,8 +3,7 @@ where the numbers are from.
 
 x, y and by are keys of a row, or functions of it; hover and text are functions that return a string. looks: a group's
 name -> what differs from the usual look: colour, dash, symbol, size, and options of plotly's trace. Other arguments
-are such options for all groups, among them row and col.
-"""
+are such options for all groups, among them row and col."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The student's edition of the notebooks: no outputs, guesses to fill in, and answers in files of their own.
-
-`twell-lab course FOLDER` writes it from the notebooks that the site shows. It is made with json alone, so that it needs
-no package beyond this one."""
+"""The student's edition of the notebooks, made with json alone: no outputs, guesses to fill in, and answers in files of
+their own. `twell-lab course FOLDER` writes it."""
 
 from __future__ import annotations
 
@@ -75,8 +73,7 @@ def write(folder: Path, alone: bool = False) -> tuple[list[str], list[str]]:
 
 
 def repository() -> str:
-    """Return the address of the repository that the installed package names, such as https://github.com/OWNER/NAME; ""
-    while it names none."""
+    """Return the address of the repository that the installed package names, without a slash at its end, or ""."""
     try:
         named = metadata.metadata("twell-lab").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:  # imported from a folder

@@ -1,9 +1,6 @@
-"""Checks of the course's exercises: `check(name, answer)` says at once whether an answer is right.
-
-Each check calls the reader's function on fresh random input and compares with the library, so an answer that fits only
-one example fails; where zeros are to be skipped, operations are counted too. The tests run the folded answers of the
-notebooks against these checks.
-"""
+"""Checks of the course's exercises: `check(name, answer)` says at once whether an answer is right. Each calls the
+reader's function on fresh random input and compares with the library, so an answer that fits only one example fails;
+where zeros are to be skipped, operations are counted too. The tests run the notebooks' folded answers against them."""
 
 from __future__ import annotations
 
@@ -24,10 +21,8 @@ _shown: Counter[str] = Counter()  # hints
 def check(name: str, answer: object) -> None:
     """Print whether an answer is right and, if not, an input for which it is wrong. A wrong answer never raises.
 
-    name: of the exercise. answer: the reader's function or prediction, or the path of the reader's kernel file. A right
-    answer is remembered (`progress`). From the second refusal on, a line names the hints. Raises KeyError for an
-    unknown name.
-    """
+    answer: the reader's function or prediction, or the path of their kernel file. A right one is remembered
+    (`progress`). From the second refusal on, a line names the hints. KeyError for an unknown name."""
     _must_exist(name)
     try:
         said = CHECKS[name](answer)

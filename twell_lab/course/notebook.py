@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,10 +20,8 @@ from ..core import StackError
 from ..ops.clock import dtype_for
 from ..ops.kernels import sources
 
-NEEDS = "# needs a compiler"  # a cell with this line is left out where there is none
-MOVES = "# moves the widget"  # one with a line that begins so is left out where there are no widgets
-_LEFT_OUT = "Not run: this cell needs a C++ compiler."
-_UNMOVED = "Not run: this cell moves the widget, which needs ipywidgets."
+NEEDS = "# needs a compiler"  # a cell with a line that begins so is left out where there is none
+MOVES = "# moves the widget"  # and one with such a line where there are no widgets
 STORING = "TWELL_LAB_STORE"  # set by notebooks/store.py: figures are stored as pictures too
 MY_KERNELS = Path("my-kernels")  # in the working folder, which is the notebook's: what a reader writes and has solved
 DRIVE = Path("/content/drive/MyDrive")  # where Colab shows a reader's Google Drive, once it is mounted
@@ -36,9 +34,8 @@ def setup(seed: int = 0) -> str:
     """Prepare a notebook; prints a line about the machine and one about what runs on it, and returns the device, "cuda"
     or "cpu".
 
-    Seeds torch, silences the warnings that would bury results, picks plotly's renderer, has cells marked MOVES left
-    out where ipywidgets is missing, and keeps what the reader writes in Drive where that is mounted.
-    """
+    Seeds torch, silences the warnings that would bury results, picks plotly's renderer, has cells marked MOVES left out
+    where ipywidgets is missing, and keeps what the reader writes in Drive where that is mounted."""
     torch.manual_seed(seed)
     _transform(_unmoved, importlib.util.find_spec("ipywidgets") is None)
     _transform(_dots, True)
@@ -101,13 +98,12 @@ def provenance() -> str:
     threads = torch.get_num_threads()
     used = "" if threads == here["cores"] else f" ({threads} used)"
     what = f"{here['cpu'] or 'an unnamed CPU'}, {here['cores']} cores{used}, {gpu or 'no GPU'}"
-    packages = ", ".join(f"{name} {version}" for name in ("torch", "plotly") if (version := _version(name)))
+    packages = ", ".join(f"{name} {version}" for name in ("torch", "plotly") if (version := core.version(name)))
     return f"{what}; Python {here['python']}, {packages}; {datetime.now(UTC):%Y-%m-%d}"
 
 
 def ready() -> bool:
-    """Return whether kernels can run in the simulator here. If not, why is printed, and cells marked NEEDS do not
-    run."""
+    """Return whether kernels can run in the simulator here; else print why, and have cells marked NEEDS left out."""
     from ..simulator import compiler  # most notebooks run no kernel
 
     _transform(_left_out, False)  # undo an earlier run of this cell, when there may have been no compiler
@@ -122,18 +118,17 @@ def ready() -> bool:
     return True
 
 
-def _left_out(lines: list[str]) -> list[str]:
-    """For IPython: the lines of a cell, or, if it needs a compiler, a line that prints that it does not run."""
-    return [f"print({_LEFT_OUT!r})\n"] if any(line.strip() == NEEDS for line in lines) else lines
+def _skipped(mark: str, why: str, lines: list[str]) -> list[str]:
+    """For IPython: the lines of a cell or, where one begins with this mark, a line that prints why it does not run."""
+    return [f"print({'Not run: ' + why!r})\n"] if any(line.strip().startswith(mark) for line in lines) else lines
 
 
-def _unmoved(lines: list[str]) -> list[str]:
-    """The same for cells that move a widget."""
-    return [f"print({_UNMOVED!r})\n"] if any(line.strip().startswith(MOVES) for line in lines) else lines
+_left_out = partial(_skipped, NEEDS, "this cell needs a C++ compiler.")
+_unmoved = partial(_skipped, MOVES, "this cell moves the widget, which needs ipywidgets.")
 
 
 def _dots(lines: list[str]) -> list[str]:
-    """The same for cells that wait for a guess: it stands for itself."""
+    """For IPython: the lines of a cell, in which a guess that nobody has written stands for itself."""
     return [_UNGUESSED + line.replace("...", "_guess") if _GUESS.match(line) else line for line in lines]
 
 
@@ -182,12 +177,10 @@ def sixteen_bits(device: str) -> torch.dtype:
 
 
 def use_renderer() -> str | None:
-    """Choose how plotly shows figures, and return the choice; None where plotly is not installed.
-
-    A host that plotly knows (Colab, Kaggle, VS Code) keeps plotly's own choice, as does PLOTLY_RENDERER.
-    In Jupyter it is the figure as data, which JupyterLab draws: plotly 5 would also write its whole script,
-    4 MB, into the notebook. While notebooks are being stored, a picture comes with it, for code hosts.
-    """
+    """Choose how plotly shows figures, and return the choice; None without plotly. A host that plotly knows (Colab,
+    Kaggle, VS Code) keeps plotly's own choice, as does PLOTLY_RENDERER. In Jupyter it is the figure as data, which
+    JupyterLab draws: plotly 5 would also write its whole script, 4 MB, into the notebook. While notebooks are stored, a
+    picture comes with it."""
     try:
         import plotly.io as pio
     except ImportError:
@@ -206,10 +199,3 @@ def use_renderer() -> str | None:
 def on_colab() -> bool:
     """Return whether this notebook runs on Colab, whose widgets need another way of drawing."""
     return "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

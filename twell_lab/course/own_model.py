@@ -27,10 +27,8 @@ _PROSE = re.compile(r"[A-Za-z ,.;:'\"()!?\n-]{120,}")
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """A causal language model and its tokenizer.
-
-    name: as it was asked for; of a folder, the folder's own. shipped: whether it is one of data/checkpoints. context:
-    tokens of a window."""
+    """A causal language model and its tokenizer. name: as asked for; of a folder, its own. shipped: whether it is one
+    of data/checkpoints. context: tokens of a window."""
 
     name: str
     shipped: bool
@@ -55,10 +53,9 @@ class Own:
 
 
 def read(name: str | os.PathLike, device: str = "cpu") -> Own:
-    """A model with its tokenizer, in the device's fastest dtype.
-
-    name: one of data/checkpoints ("sparse", "l1-free", "small"), or what `twell_lab.load` takes: a folder,
-    or a name of the Hugging Face Hub. Raises what that does, and InputError for a folder without a tokenizer."""
+    """A model with its tokenizer, in the device's fastest dtype. name: one of data/checkpoints, or what
+    `twell_lab.load` takes, a folder or a name of the Hugging Face Hub. Raises what that does, and InputError for a
+    folder without a tokenizer."""
     shipped = name in CHECKPOINTS
     called = Path(name).name if os.path.isdir(name) else str(name)
     place = folder(name) if shipped else published.folder_of(name)

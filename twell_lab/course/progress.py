@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -23,11 +24,9 @@ def remember(name: str) -> None:
     """Note that this exercise is solved; only where a notebook runs, so that nothing else writes into its folder."""
     if not notebook.is_running():
         return
-    try:
+    with suppress(OSError):  # a read-only folder
         FILE.parent.mkdir(exist_ok=True)
         FILE.write_text(json.dumps(sorted(solved() | {name})) + "\n", encoding="utf-8")
-    except OSError:  # a read-only folder
-        pass
 
 
 def solved(folder: Path = Path()) -> set[str]:
@@ -54,12 +53,8 @@ def exercises() -> dict[str, list[str]]:
 
 
 def grades(folders: Sequence[Path]) -> list[dict]:
-    """Return a row for each reader's folder, and before them one of how many exercises there are.
-
-    A row says how many are solved of each notebook, by its number or as "own", and of all. It is what the folders say;
-    nothing is judged again.
-
-    Raises InputError for what is no folder."""
+    """Return a row for each reader's folder, and before them one of how many exercises there are: how many are solved
+    of each notebook, by its number or as "own", and of all, as the folders say. InputError for what is no folder."""
     for folder in folders:
         if not folder.is_dir():
             raise InputError(

@@ -16,10 +16,15 @@ LEAST = 0.97  # times as fast as dense: a lower figure counts as a loss; between
 
 
 def device_and_day(device: str, date: str, earlier: str | None = None) -> str:
-    """Return device and day of a record, as figures and tables say it: "NVIDIA H100, 2026-01-02".
-
-    earlier: the commit whose kernels ran, where they have changed since (see `earlier_commit`)."""
+    """Return "NVIDIA H100, 2026-01-02" of a record, with the commit of its kernels where they have changed since."""
     return f"{device}, {date[:10]}" + (f", with earlier kernels of commit {earlier[:8]}" if earlier else "")
+
+
+def ms(value: float) -> str:
+    """Return milliseconds as text, in the unit that suits them."""
+    if value < 0.1:
+        return f"{1000 * value:.3g} us"
+    return f"{value:.3g} ms" if value < 1000 else f"{value / 1000:.3g} s"
 
 
 def earlier_commit(record: records.Record) -> str | None:
@@ -34,19 +39,15 @@ def sourced(record: records.Record) -> list[dict]:
 
 
 def same(row: dict) -> tuple:
-    """Return what is equal in two rows that measure the same thing: kind, workload, sizes, and the first two digits of
-    nnz."""
+    """Return what is equal in rows that measure the same: kind, workload, sizes, and the first two digits of nnz."""
     nnz = row.get("nnz")
     keys = ("kind", "workload", "tokens", "d_model", "d_ff", "gated", "layer", "l1")
     return (*map(row.get, keys), nnz and f"{nnz:.2g}")
 
 
 def newest(name: str, device: str, wanted: Callable[[dict], bool]) -> list[dict]:
-    """The wanted rows of records whose name begins with `name`, made on a GPU with `device` in its name.
-
-    Each gets `where`: "recorded on <device>, <day>". Where several records measured the same thing (see `same`), the
-    rows are those of the newest.
-    """
+    """The wanted rows of records whose name begins with `name`, made on a GPU with `device` in its name, each with
+    `where`, "recorded on <device>, <day>"; of those that measured the same thing (see `same`) the newest."""
     found: list[dict] = []
     taken: set[tuple] = set()
     for record in reversed(records.load_all()):
@@ -71,9 +72,8 @@ def select(rows: list[dict], kind: str = "inference", nnz: float | None = None, 
 
 
 def crossed(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
-    """Return the two neighbouring nnz between which something stops being as fast as dense; None where it never does.
-
-    points: (nnz, times as fast as dense)."""
+    """Return the neighbouring nnz between which something stops being as fast as dense; None for nowhere. points: (nnz,
+    times as fast)."""
     neighbours = pairwise(sorted(points))
     return next(((low, high) for (low, before), (high, after) in neighbours if before >= 1 > after), None)
 

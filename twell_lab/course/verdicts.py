@@ -51,9 +51,7 @@ def by_hand(answer: Callable, theirs: tuple[Callable, ...]) -> Callable:
 
 def exercise(right: str, *theirs: Callable) -> Callable:
     """Enter a judge, which raises NotYet for a wrong answer, as the check of the exercise that is called as it is.
-
-    right: what is said of a right answer. theirs: what the library has for it already; it refuses to work while the
-    reader's function runs."""
+    right: what is said of a right answer. theirs: what the library has for it, which refuses to work meanwhile."""
 
     def enter(judge: Callable) -> Callable:
         def check(answer) -> str:
@@ -202,12 +200,9 @@ def skipping(answer: Callable, given: tuple, most: int, asked: str, needs: str =
 
 
 def not_met(trace: Trace) -> str | None:
-    """Return what is wrong where threads of a block do not meet, in words; None where all do.
-
-    A launch in which a thread leaves the kernel before a barrier, or before an operation whose mask names it, ends in
-    the simulator, and may end on a GPU: what has left holds nobody up. Whether the others had waited is chance, so
-    that every thread is asked to come.
-    """
+    """Return what is wrong where threads of a block do not meet, in words; None where all do. A launch in which a
+    thread leaves before a barrier, or before an operation whose mask names it, ends in the simulator, and may end on a
+    GPU, since what has left holds nobody up. Whether the others had waited is chance: every thread has to come."""
     barriers = Counter({thread: 0 for thread in range(math.prod(trace.block_shape))})
     for step in trace:
         if step.kind == "barrier":
@@ -240,13 +235,3 @@ def coming(trace: Trace) -> str:
         return ""
     often = f"{', '.join(map(str, different[:-1]))} or {different[-1]}"
     return f" Lanes come to {' and '.join(names)} {often} times: all that the mask names have to come to each."
-
-
-def added_to(trace: Trace, array: str) -> bool:
-    """Return whether a block reads or updates an element of an output before any of its threads has written it."""
-    written: set[int] = set()
-    for step in trace.touching(array):
-        if step.kind != "write" and not written.issuperset(step.covered):
-            return True
-        written.update(step.covered)
-    return False

@@ -1,16 +1,14 @@
-"""Interactive figures: ipywidgets controls above plotly figures.
-
-A figure that changes in place (plotly's FigureWidget) is used where the notebook can show one. Elsewhere, as on Colab
-or without anywidget, the figure is drawn anew at each move.
-"""
+"""Interactive figures: ipywidgets controls above plotly figures, which change in place (plotly's FigureWidget) where
+the notebook can show one. Elsewhere, as on Colab or without anywidget, they are drawn anew at each move."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import plotly.graph_objects as go
 
-from ..core import InputError, StackError
+from ..core import StackError
 from .notebook import on_colab
 
 try:
@@ -18,16 +16,6 @@ try:
     from IPython.display import display
 except ImportError:
     raise StackError("widgets need ipywidgets, which is not installed: pip install ipywidgets") from None
-
-
-def live_figure(figure: go.Figure) -> go.Figure:
-    """The figure as a FigureWidget where the notebook can show one, otherwise the figure itself."""
-    if on_colab():
-        return figure  # there a FigureWidget needs a third-party widget manager, and loses updates
-    try:
-        return go.FigureWidget(figure)
-    except ImportError:  # plotly needs anywidget for it, and does not install it
-        return figure
 
 
 # Plotly draws such a figure before the page has given it a place, 700 pixels wide, and looks again only when the window
@@ -73,7 +61,10 @@ class Drawn(ipywidgets.VBox):
     """Controls above a figure, which is `.figure` and as wide as the notebook."""
 
     def __init__(self, controls: list, figure: go.Figure) -> None:
-        self.figure = live_figure(_light(figure))
+        self.figure = _light(figure)
+        if not on_colab():  # there a FigureWidget needs a third-party widget manager, and loses updates
+            with suppress(ImportError):  # plotly needs anywidget for it, and does not install it
+                self.figure = go.FigureWidget(figure)
         self._canvas = None if isinstance(self.figure, ipywidgets.Widget) else ipywidgets.Output()
         super().__init__([*controls, *(_fitted(self.figure) if self._canvas is None else [self._canvas])])
 
@@ -90,14 +81,10 @@ class Drawn(ipywidgets.VBox):
 
 
 class Explorer(Drawn):
-    """A slider above a figure. Code can move it too, by `.slider`; `.figure` is what is shown, `.index` the choice.
-
-    change: a function of (figure, index) that updates the figure in place. choices: the slider's (label, value) pairs.
-    """
+    """A slider, `.slider`, above a figure, `.figure`; `.index` is the choice. change: a function of (figure, index)
+    that updates the figure in place. choices: the slider's (label, value) pairs."""
 
     def __init__(self, figure: go.Figure, change: Callable[[go.Figure, int], None], choices: list, label: str) -> None:
-        if not choices:
-            raise InputError("choices is empty; at least one (label, value) pair is accepted")
         self._change = change
         self.slider = ipywidgets.SelectionSlider(
             options=choices,

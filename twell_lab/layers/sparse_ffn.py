@@ -39,11 +39,12 @@ class SparseFFN(nn.Module, StandIn):
     rewritten once, in place, for the paths that the plan takes (layers.storage). A module in training mode is not
     rewritten; `train()` later changes nothing, stays exact and may be slow.
 
-    A forward on plain tensors runs a path (ops.dispatch says which kernels that are on which GPU); where gradients are
-    needed, ops.train does. Whatever is unusual calls the dense module, with its projections as modules: transforms,
-    traces, forward AD, autocast without gradients, tensor subclasses, other dtypes, and a projection that was replaced,
-    hooked, parametrized or adapted after the swap. So do activations that no kernel computes (`acts` and `kept` are
-    None), and gradients of all but the ReLU and its square.
+    A forward on plain tensors runs a path: ops.dispatch says which kernels run on which GPU, and what happens where
+    a tile overflows. Where gradients are needed, ops.train is what runs. Whatever is unusual calls the dense
+    module, with its projections as modules: transforms, traces, forward AD, autocast without gradients, tensor
+    subclasses, other dtypes, and a projection that was replaced, hooked, parametrized or adapted after the swap. So
+    do activations that no kernel computes (`acts` and `kept` are None), and gradients of all but the ReLU and its
+    square.
 
     source: the dense module, which is run on a few rows beside the formula first. plan: a LayerPlan picks the path by
     the number of tokens; a Choice is one path for all, hot/cold then with the neurons in the order that they have;
@@ -280,10 +281,9 @@ class SparseFFN(nn.Module, StandIn):
             return self.dense(x)
         tokens = x.shape[:-1].numel()
         choice = self.choice(tokens)
-        path = PATHS[choice.path]
-        if not (path.packs or path.cuts) or x.dtype != weights.up.dtype:
+        if x.dtype != weights.up.dtype or choice.path not in (*PATHS, *FOR_CUT) or choice == DENSE:
             return self.dense(x)
-        if path.cuts:
+        if choice.path in FOR_CUT:
             from ..ops.kept_inputs import FEW
 
             return self.by_kept_inputs(x, weights) if x.is_cuda and 0 < tokens <= FEW else self.dense(x)

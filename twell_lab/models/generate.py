@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _ON = "cuda"  # the kind of device whose steps are captured
 _PIECE = 4096  # tokens of a prompt that are read at once
+_CAPTURED, _FEW = 128, 1024  # tokens of a sequence that a graph reads at once; tokens of all prompts that it may read
 _ROUNDED = 256  # the room for keys and values is a multiple of it, so that a graph serves several lengths
 _WORTH = 16  # from so many steps on, compiling and capturing are tried
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # the kinds of layers whose keys and values fit here
@@ -230,19 +231,22 @@ def _why_plain(model: Any, asked: Any, processors: list[str], places: range, pre
 
     asked: the generation configuration. processors: the kinds of what changes scores. places: of the new tokens."""
     config, takes = model.config.get_text_config(), inspect.signature(model.forward).parameters
-    prepares, devices = model.prepare_inputs_for_generation, {t.device for t in model.parameters()}
+    parts = [*model.modules()]  # asked before each first token, so without torch's slower ways to go through a model
+    devices = {t.device for m in parts for t in m._parameters.values() if t is not None}
+    masks = (t for m in parts for t in m._buffers.values() if t is not None and t.dtype == torch.bool)
+    prepares = model.prepare_inputs_for_generation
     moved = {"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()}
     past = prepared.get("past_key_values", prepared.get("cache"))
     given = [name for name, value in prepared.items() if name not in _PREPARED and value is not None]
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - {_FULL, _SLIDING})
     changes = getattr(config, "original_max_position_embeddings", None)
     reasons = {
-        "it is not all on one GPU": {d.type for d in devices} != {_ON} or len(devices) > 1 or moved and _ON == "cuda",
+        "it is not on one GPU": {d.type for d in devices} != {_ON} or len(devices) > 1 or moved and _ON == "cuda",
         "it has an encoder": getattr(model.config, "is_encoder_decoder", False),
         "it takes no positions of tokens": "position_ids" not in takes or getattr(config, "alibi", False),
         "it keeps no keys and values": not {"cache", "past_key_values"} & takes.keys(),
         # By how many keys there are, as GPT-Neo's.
-        "its layers have masks of their own": any(b.dim() == 4 and b.dtype == torch.bool for b in model.buffers()),
+        "its layers have masks of their own": any(mask.dim() == 4 for mask in masks),
         # As PEFT's prompt tuning.
         "another module prepares its inputs": getattr(prepares, "__self__", model) is not model,
         f"it has layers of {strange[:1]}": strange,
@@ -291,17 +295,21 @@ def _loop(
     step = _steps.pop(model, None)  # while it is in use, another thread makes its own
     # Another form's goes before the next one is made, since its memory is needed.
     step = step if step is not None and step.form == form else None
-    keys = Keys(room) if step is None else step.keys
-    scores = read_prompt(model, ids, mask, keys)
-    step = step or Step(form, scores, keys)
-    step.load(length, draw, mask)
+    if step is None:
+        keys = Keys(room)
+        step = Step(form, read_prompt(model, ids, mask, keys), keys)
+        step.load(length, draw, mask)
+    else:
+        step.load(length, draw, mask)
+        step.read(model, ids, mask)
+    step.keys.take(step.place, room)
     sent: list[tuple[Tensor, Any]] = []
     over = torch.zeros(batch, dtype=torch.bool)
     for number in range(tokens + late):
         if number < tokens:
             if step.noise is not None:
                 step.noise.exponential_(generator=generator)
-            step.choose(scores) if number == 0 else step.advance(model, tokens - number)
+            step.choose(step.scores) if number == 0 else step.advance(model, tokens - number >= _WORTH)
             text[:, length + number] = step.token
             sent.append(_send(step.token))
         if number < late:
@@ -339,7 +347,7 @@ def _state(model: nn.Module) -> int:
     """Return a number that changes when a module of the model, its hooks, its path, its threshold, whether an adapter
     of PEFT is on, or where a weight lies does."""
     parts: list[Any] = []
-    for m in model.modules():  # asked before each first token, so without torch's slower ways to go through a model
+    for m in model.modules():
         own = vars(m)
         parts += id(m), *own["_forward_hooks"], *own["_forward_pre_hooks"], *own.get("choices", ())
         parts += [str(own[name]) for name in _SETTINGS if name in own]
@@ -404,15 +412,15 @@ class Step:
         self.numbers = new(3)  # temperature, top_k, top_p
         self.ranks = torch.arange(wide[1], device=scores.device)
         self.broken = new((), dtype=torch.bool)
-        self.keys = keys
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream: torch.cuda.Stream | None = None
-        self.call: Callable[..., None] = _step
-        self.ahead = [Step._compile, Step._try, Step._capture]
+        self.keys, self.scores = keys, scores.clone()
+        self.advance = Replayed(_step, self, "decodes step by step", compiled=True)
+        # Of a piece of the prompts: its tokens, the slots that they take, and the number of the last one.
+        self.piece, self.places = new(batch, _CAPTURED, dtype=torch.int64), self.slots[:_CAPTURED].clone()
+        self.last = new(1, dtype=torch.int64)
+        self.read_piece = Replayed(_read, self, "reads prompts without a graph")
 
     def load(self, length: int, draw: Draw, mask: Tensor | None) -> None:
         """Begin anew behind a prompt of so many tokens."""
-        self.keys.take(self.place, self.keys.room)
         self.place.fill_(length)
         self.real.fill_(True)
         self.position.fill_(length)
@@ -424,67 +432,33 @@ class Step:
         temperature, top_k, top_p = draw
         self.numbers.copy_(torch.tensor([temperature, top_k or len(self.ranks), top_p]))
 
-    def advance(self, model: Any, left: int) -> None:
-        """Take a step: the first one is compiled, the second one shows whether it waits for the GPU, the third one is
-        captured, and then the graph is replayed. left: how many steps there are."""
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.ahead and left >= _WORTH and self.token.is_cuda:
-            self.ahead.pop(0)(self, model)
-        else:
-            self.call(model, self)
+    def read(self, model: Any, ids: Tensor, mask: Tensor | None) -> None:
+        """Read prompts that were loaded, up to the scores behind them. Where they are short a GPU waits for the host:
+        so a graph reads them, in pieces. The last piece is filled up; what it leaves behind a prompt, steps replace."""
+        takes = {"logits_to_keep"} if isinstance(model, LanguageModel) else inspect.signature(model.forward).parameters
+        few = ids.device.type == _ON and ids.numel() <= _FEW and "logits_to_keep" in takes
+        if not few or self.read_piece.failed:
+            self.scores.copy_(read_prompt(model, ids, mask, self.keys))
+            return
+        self.keys.take(self.places, self.keys.room)
+        length = ids.shape[1]
+        for begin in range(0, length, _CAPTURED):
+            tokens = ids[:, begin : begin + _CAPTURED]
+            self.piece[:, : tokens.shape[1]] = tokens
+            self.places.copy_(self.slots[begin : begin + _CAPTURED])
+            self.last.fill_(tokens.shape[1] - 1)
+            self.read_piece(model)
 
-    def _compile(self, model: Any) -> None:
-        self.call = torch.compile(_step, fullgraph=True)
-        try:
-            with torch._dynamo.config.patch(recompile_limit=64):  # models, batches and ways to choose
-                self.call(model, self)
-        except Exception as error:  # of many kinds; nothing was computed
-            _say_once(type(model), "decodes uncompiled, as its step cannot be compiled", str(error))
-            self.call = _step
-            self.call(model, self)
-
-    def _try(self, model: Any) -> None:
-        moved = [self.place, self.position, self.token, self.finished]
-        before = [t.clone() for t in moved]
-        try:
-            with torch.cuda.stream(self._beside()), _no_waiting():
-                self.call(model, self)
-        except RuntimeError as error:
-            self.ahead.clear()
-            _say_once(type(model), "decodes step by step, as a step waits for the GPU", str(error))
-            torch.cuda.current_stream().wait_stream(self.stream)
-            for t, value in zip(moved, before):
-                t.copy_(value)
-            self.call(model, self)
-        torch.cuda.current_stream().wait_stream(self.stream)
-
-    def _capture(self, model: Any) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, stream=self._beside(), capture_error_mode="thread_local"):
-                self.call(model, self)
-        except RuntimeError as error:  # as of too little memory
-            _say_once(type(model), "decodes step by step, as its step cannot be captured", str(error))
-            self.call(model, self)
-        else:
-            self.graph = graph
-            graph.replay()
-
-    def _beside(self) -> torch.cuda.Stream:
-        """Return the stream of captures, after the work of the current one."""
-        self.stream = self.stream or torch.cuda.Stream()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        return self.stream
-
-    def masks(self, config: Any, dtype: torch.dtype) -> Any:
-        """Return what a model takes as attention_mask, [batch, 1, 1, room]: a mask; or, for layers of two kinds, one
-        for each."""
-        there = self.real & (self.slots <= self.place)
+    def masks(self, config: Any, dtype: torch.dtype, places: Tensor) -> Any:
+        """Return what a model takes as attention_mask of tokens in these slots, [batch, 1, tokens, room]: a mask; or,
+        for layers of two kinds, one for each."""
+        own = places[:, None]
+        # Padding attends to itself: without anything it would become NaN.
+        there = self.real[:, None] & (self.slots <= own) | (self.slots == own)
         window = getattr(config, "sliding_window", None)
         kinds = sorted(set(getattr(config, "layer_types", None) or [_SLIDING if window else _FULL]))
-        near = there & (self.slots > self.place - window) if _SLIDING in kinds else there
-        masks = {kind: (near if kind == _SLIDING else there)[:, None, None] for kind in kinds}
+        near = there & (self.slots > own - window) if _SLIDING in kinds else there
+        masks = {kind: (near if kind == _SLIDING else there)[:, None] for kind in kinds}
         if getattr(config, "_attn_implementation", "sdpa") == "eager":
             least = torch.finfo(dtype).min
             masks = {kind: torch.zeros_like(m, dtype=dtype).masked_fill(~m, least) for kind, m in masks.items()}
@@ -510,18 +484,103 @@ class Step:
         self.finished |= (token[:, None] == self.ends).any(1)
 
 
+class Replayed:
+    """A call of a model on what a step holds: a few times as it is, which shows whether it waits for the GPU, then
+    captured, and from then on replayed. without: what a model does that cannot be captured, for a warning."""
+
+    def __init__(self, call: Callable[[Any, Step], None], step: Step, without: str, *, compiled: bool = False) -> None:
+        self.call, self.step, self.without, self.failed = call, step, without, False
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.stream: torch.cuda.Stream | None = None
+        self.ahead = [Replayed._compile] * compiled + [Replayed._try, Replayed._capture]
+
+    def __call__(self, model: Any, worth: bool = True) -> None:
+        """Make the call. worth: whether enough others follow for it to be compiled and captured."""
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.ahead and worth and self.step.token.is_cuda:
+            self.ahead.pop(0)(self, model)
+        else:
+            self.call(model, self.step)
+
+    def _compile(self, model: Any) -> None:
+        # Products with one token are then compiled, too, as sums: those of one input, such as queries, keys and values,
+        # in one kernel, which on an H200 made steps 1.1 to 1.2 times as fast. It takes longer to compile.
+        options = {"coordinate_descent_tuning": len(self.step.token) == 1}
+        plain, self.call = self.call, torch.compile(self.call, fullgraph=True, options=options)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=64):  # models, batches and ways to choose
+                self.call(model, self.step)
+        except Exception as error:  # of many kinds; nothing was computed
+            _say_once(type(model), "decodes uncompiled, as its step cannot be compiled", str(error))
+            self.call = plain
+            self.call(model, self.step)
+
+    def _try(self, model: Any) -> None:
+        step = self.step
+        moved = [step.place, step.position, step.token, step.finished]
+        before = [t.clone() for t in moved]
+        try:
+            with torch.cuda.stream(self._beside()), _no_waiting():
+                self.call(model, step)
+        except RuntimeError as error:
+            self._fail(model, "as that waits for the GPU", error)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            for t, value in zip(moved, before):
+                t.copy_(value)
+            self.call(model, step)
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _capture(self, model: Any) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self._beside(), capture_error_mode="thread_local"):
+                self.call(model, self.step)
+        except RuntimeError as error:  # as of too little memory
+            self._fail(model, "as it cannot be captured", error)
+            self.call(model, self.step)
+        else:
+            self.graph = graph
+            graph.replay()
+
+    def _fail(self, model: Any, why: str, error: Exception) -> None:
+        self.ahead.clear()
+        self.failed = True
+        _say_once(type(model), f"{self.without}, {why}", str(error))
+
+    def _beside(self) -> torch.cuda.Stream:
+        """Return the stream of captures, after the work of the current one."""
+        self.stream = self.stream or torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        return self.stream
+
+
 def _step(model: Any, step: Step) -> None:
     """Compute the scores behind the last token, and choose the next one. Nothing here waits for the device."""
-    ids = step.token[:, None]
-    if isinstance(model, LanguageModel):
-        scores = model.head(model.read(ids, step.place, step.keys, step.masks(None, torch.float32))[:, -1])
-    else:
-        masks = step.masks(model.config.get_text_config(), model.dtype)
-        earlier = {"attention_mask": masks, "position_ids": step.position, cache_name(model): step.keys}
-        scores = model(ids, use_cache=True, **earlier).logits[:, -1]
+    scores = _scores(model, step, step.token[:, None], step.place, step.position)
     step.place += 1
     step.position += 1
-    step.choose(scores)
+    step.choose(scores[:, -1])
+
+
+def _read(model: Any, step: Step) -> None:
+    """Read a piece of the prompts, up to the scores behind its last token. What fills it up is at the last position, so
+    that models that have a table of them find it there."""
+    positions = (step.real.cumsum(1) - 1)[:, step.places].minimum(step.position - 1).clamp(min=0)
+    step.scores.copy_(_scores(model, step, step.piece, step.places, positions, step.last)[:, 0])
+
+
+def _scores(
+    model: Any, step: Step, ids: Tensor, places: Tensor, positions: Tensor, last: Tensor | None = None
+) -> Tensor:
+    """Return the scores behind tokens [batch, tokens] in these slots [tokens]. last: the numbers of some of them."""
+    if isinstance(model, LanguageModel):
+        x = model.read(ids, positions[0], step.keys, step.masks(None, torch.float32, places))
+        return model.head(x if last is None else x[:, last])
+    masks = step.masks(model.config.get_text_config(), model.dtype, places)
+    more = {} if last is None else {"logits_to_keep": last}
+    more |= {"attention_mask": masks, "position_ids": positions, "use_cache": True, cache_name(model): step.keys}
+    return model(ids, **more).logits
 
 
 @contextmanager

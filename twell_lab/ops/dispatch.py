@@ -6,8 +6,8 @@ Three paths compute the same function:
              these alone;
   hot_cold   the neurons that fire most (the first `hot` rows of the weights) are computed as in dense, the others as in
              twell, and both are added up before y is rounded.
-Each runs on the best kernels that take the call: `sm90_` on Hopper; `sm80_decode` from Ampere on, for few tokens; or,
-on any GPU from Turing on, after torch's own gate GEMM, those that list or pack its values (`smxx_`).
+The kernels: on Hopper, with many tokens, `sm90_`; from Ampere on, with few tokens, `sm80_decode`; otherwise, from
+Turing on, torch's own gate GEMM, and behind it those that list or pack its values (`smxx_`).
 
 A tile that overflows costs time for its row, never a value, and the host does not learn of it. Where the gate packs (on
 Hopper, from LEAST_PACKED tokens on), what does not fit goes into a pool (ops.gate_pack); a row that the pool cannot

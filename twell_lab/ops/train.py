@@ -8,8 +8,9 @@ survivors' columns, gate values and up values (ops.survivors). Every gradient is
   dx = dg gate + du up                    rows of the weights, per token
   dgate = dg^T x,  dup = du^T x,  ddown = dy^T h     rows of x and dy, per neuron: through a sparse transpose
 
-A row that the pool of the packed gate (ops.gate_pack) or the compact form cannot hold is lost (ops.survivors): it is
-computed from the dense weights, on the device and exactly (ops.train_lost). Method: arXiv 2603.23198, section 3.3
+A tile that overflows puts its values into a pool (ops.gate_pack). A row that the pool, or the compact form behind it,
+cannot hold is called lost, and is put on a list (ops.survivors). It is computed from the dense weights, on the device:
+its result is exact, only later (ops.train_lost). Method: arXiv 2603.23198, section 3.3
 (there with a fixed number of entries for each row, and a dense tail for what exceeds it). On a CPU, for float32 and for
 shapes that the kernels do not take, the gate is computed again in the backward pass, by torch's operations.
 

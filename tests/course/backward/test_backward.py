@@ -42,22 +42,23 @@ def test_layers_are_of_one_size_and_workload_and_whole_models_are_read_too(keep)
     assert sum(each["workload"].startswith("whole step") for each in rows) == 5 and backward.recorded("RTX") == []
 
 
-def test_your_own_steps_are_checked_and_come_as_rows(my_gpu):
+def test_your_own_steps_are_checked_and_come_as_rows(my_gpu, monkeypatch):
     """Real layers on the CPU, and a clock that makes up its times."""
     layer, inputs = clocks.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
     times = {"dense eager": [6.0, 6.0], "forced twell": [3.0, 3.0]}
-    rows = backward.step_rows(layer, inputs, 8, lambda calls: times, lambda call: len(call(0)) * 2**20)
+    monkeypatch.setattr(clocks, "time_cuda", lambda calls: times)
+    rows = backward.step_rows(layer, inputs, 8)
     assert [(each["path"], each["nnz"], each["x_dense"]) for each in rows] == [
         ("dense eager", 8, 1.0),
         ("forced twell", 8, 2.0),
     ]
-    assert rows[0]["where"] == "yours, now, on My GPU" and rows[0]["peak_bytes"] == 5 * 2**20
-    assert (rows[0]["tokens"], rows[0]["d_model"], rows[0]["d_ff"]) == (32, 64, 256)
+    assert rows[0]["device"] == "My GPU" and (rows[0]["tokens"], rows[0]["d_model"], rows[0]["d_ff"]) == (32, 64, 256)
 
 
 def test_a_wrong_gradient_is_not_timed(monkeypatch):
+    monkeypatch.setattr(clocks, "time_cuda", lambda calls: pytest.fail("it was timed"))
     dense = training.dense_layer
     monkeypatch.setattr(training, "our_layer", lambda path: lambda x, gate, up, down: dense(x, gate, up, 2 * down))
     layer, inputs = clocks.workload(32, 64, 256, 8, "lognormal", torch.bfloat16, "cpu")
     with pytest.raises(clocks.WrongResult, match="a gradient is off by"):
-        backward.step_rows(layer, inputs, 8, clock=lambda calls: pytest.fail("it was timed"))
+        backward.step_rows(layer, inputs, 8)

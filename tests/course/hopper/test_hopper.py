@@ -44,12 +44,13 @@ def test_the_record_of_this_checkout_has_what_the_notebook_shows():
     assert len({cell["path"] for cell in hopper.cells(everything())}) == 5
 
 
-def test_floors_name_what_limits_each_step():
+def test_floors_are_what_the_slowest_part_takes():
     dense, gate, sparse = hopper.floors(hopper.work(16384, 2048, 5632, 29), RATES)
-    assert (dense["limit"], gate["limit"], sparse["limit"]) == ("tensor cores", "tensor cores", "L2 cache")
-    assert dense["floor_ms"] == pytest.approx(3 * gate["floor_ms"]) and gate["operations"] == 2 * 16384 * 2048 * 5632
+    assert gate["floor_ms"] == pytest.approx(1e3 * 2 * 16384 * 2048 * 5632 / RATES.matmul)
+    assert dense["floor_ms"] == pytest.approx(3 * gate["floor_ms"])
+    assert sparse["floor_ms"] == pytest.approx(1e3 * sparse["l2"] / RATES.l2)
     one, *_ = hopper.floors(hopper.work(1), RATES)
-    assert one["limit"] == "memory" and one["intensity"] < 2
+    assert one["floor_ms"] == pytest.approx(1e3 * one["memory"] / RATES.bandwidth)
 
 
 def test_nothing_recorded_is_below_the_floor():

@@ -23,8 +23,9 @@ GRAPHS = ("Gemma 3", "Mixtral")  # masks of two kinds, and routing
 
 @pytest.fixture
 def loop(monkeypatch):
-    """Have models that are not on a GPU take the loop of those that are."""
+    """Have models that are not on a GPU take the loop of those that are, and read prompts in pieces of four tokens."""
     monkeypatch.setattr(module, "_ON", "cpu")
+    monkeypatch.setattr(module, "_CAPTURED", 4)
 
 
 def own(model, ids=IDS, mask=MASK, tokens=20, **how):
@@ -38,10 +39,17 @@ def test_a_family_says_what_its_own_generate_says(loop, name):
     assert len(wanted[:, IDS.shape[1] :].unique()) > 2
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), wanted)
+        for _ in range(2):  # the second one reads in pieces, the last of which is filled up
+            assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), wanted)
         assert torch.equal(tl.generate(model, IDS[0], max_new_tokens=20), own(model, IDS[:1], None)[0])
     plain = [str(one.message) for one in said if "decodes step by step" in str(one.message)]
     assert bool(plain) == (name in decoders.NO_POSITIONS), plain
+
+
+def test_a_filled_up_piece_asks_for_no_position_that_a_model_lacks(loop):
+    model = decoders.build("GPT-2", n_positions=10)
+    first, second = (tl.generate(model, IDS, max_new_tokens=1, attention_mask=MASK) for _ in range(2))
+    assert torch.equal(first, second) and torch.equal(first, own(model, tokens=1))
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -275,11 +275,14 @@ def test_inputs_with_thresholds_are_not_swapped_without_a_word(method):
 
 
 @BOTH
-def test_a_thresholded_model_compiles_as_one_graph(method):
-    model = llama(num_hidden_layers=1)
+def test_a_thresholded_model_compiles_as_one_graph_dense_and_swapped(method):
+    model = llama(num_hidden_layers=1).requires_grad_(False)
     after = answer(tl.thresholds(model, tokens(), 0.6, method=method).apply(model))
-    torch._dynamo.reset()
-    assert torch.equal(answer(torch.compile(model, backend="eager", fullgraph=True)), after)
+    for path in (None, "twell" if method == "cats" else "kept_inputs"):
+        if path:
+            tl.sparsify(model, path)
+        torch._dynamo.reset()
+        torch.testing.assert_close(answer(torch.compile(model, backend="eager", fullgraph=True)), after)
 
 
 def test_a_copy_of_a_thresholded_model_is_its_own(tmp_path):

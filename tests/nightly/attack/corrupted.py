@@ -116,16 +116,25 @@ def _read_record(folder: Path):
         records.verify(folder)
 
 
-def _read_as(kind: type, then: Callable = lambda result: None):
+def _read_as(kind: type, then: Callable):
     """Return a reader of a result that is saved as JSON, which uses all that it gives."""
 
     def read(folder: Path):
         result = kind.load(folder / "it.json")
         str(result), result.save(folder / "again.json")
-        json.dumps(result.table(), allow_nan=False)
         then(result)
 
     return read
+
+
+def _tabulate(found: FiringProfile | Plan) -> None:
+    json.dumps(found.table(), allow_nan=False)
+
+
+def _choose(found: Plan) -> None:
+    _tabulate(found)
+    for layer in found.layers:
+        str(layer), layer.choice(1), layer.choice(10**6)
 
 
 def _read_metrics(folder: Path):
@@ -143,10 +152,10 @@ KINDS = {  # how each is made and read, and how often it is drawn
     "text": (_make_text, _read_text, 4),
     "tokenizer": (_make_tokenizer, _read_tokenizer, 4),
     "record": (_make_record, _read_record, 6),
-    "profile": (lambda folder: _profiled().save(folder / "it.json"), _read_as(FiringProfile), 6),
+    "profile": (lambda folder: _profiled().save(folder / "it.json"), _read_as(FiringProfile, _tabulate), 6),
     "plan": (
         lambda folder: plan(_profiled(), _model(), tokens=(1, 8), measure=False).save(folder / "it.json"),
-        _read_as(Plan, lambda found: [(str(layer), layer.choice(1), layer.choice(10**6)) for layer in found.layers]),
+        _read_as(Plan, _choose),
         6,
     ),
     "thresholds": (

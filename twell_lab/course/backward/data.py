@@ -1,13 +1,10 @@
 """The backward pass of a sparse layer, as notebook 11 computes it: a small layer, what is kept, and training steps,
-recorded and the reader's own. Nothing is drawn.
-
-A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T. dy is the gradient of the loss in y, and c * sum |h|
-is added to the loss. Rows of steps are those of kind "training" (twell_lab.bench.training), each with `where`.
-"""
+recorded and the reader's own. A layer is y = h Wd^T with h = g * u, g = relu(x Wg^T), u = x Wu^T. dy is the gradient of
+the loss in y, and c * sum |h| is added to the loss. Rows of steps are those of kind "training", each with `where`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import clock as clocks
+from ..measure.data import relative_error
 from ..notebook import sixteen_bits
 from ..recorded import GRAPH, LOGNORMAL, newest, timed_here
 
@@ -22,7 +20,6 @@ KIND = "training"  # how the records' names begin, too
 TOKENS, D_MODEL, D_FF = 16384, 2048, 5632
 SIZE = 2**-6  # of what comes from above: with 1, weights' gradients would pass what float16 holds, on GPUs that need it
 SPARSE = "forced twell"
-WHOLE = "whole step"
 
 # ---- a layer small enough to draw ----
 
@@ -87,7 +84,7 @@ def recorded(device: str = "H100") -> list[dict]:
 
     def wanted(row: dict) -> bool:
         known = row.get("kind") == KIND and row.get("nnz") is not None and not row["path"].endswith(GRAPH)
-        return known and (row["tokens"] == TOKENS or row["workload"].startswith(WHOLE))
+        return known and (row["tokens"] == TOKENS or row["workload"].startswith("whole step"))
 
     return newest(KIND, device, wanted)
 
@@ -100,32 +97,16 @@ def layers(rows: Iterable[dict]) -> list[dict]:
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = TOKENS) -> list[dict]:
-    """The dense and the sparse step, eager, checked and then timed on this machine's GPU, as rows.
-
-    [] without a GPU, and, with a printed reason, if the GPU cannot do it.
-    """
+    """The dense and the sparse step, eager, checked and timed on this machine's GPU, as rows of `timed_here`."""
     from ...bench import forward
 
-    def rows(nnz: float) -> list[dict]:
-        layer, inputs, _ = forward.Case(tokens, nnz, dtype=sixteen_bits("cuda")).draw()
-        return step_rows(layer, inputs, nnz)
-
-    return timed_here(lambda: [row for nnz in nnzs for row in rows(nnz)])
+    drawn = lambda nnz: forward.Case(tokens, nnz, dtype=sixteen_bits("cuda")).draw()[:2]
+    return timed_here(lambda: [row for nnz in nnzs for row in step_rows(*drawn(nnz), nnz)])
 
 
-def step_rows(
-    layer,
-    inputs: list[Tensor],
-    nnz: float,
-    clock: Callable = clocks.time_cuda,
-    peak_bytes: Callable = clocks.peak_bytes,
-) -> list[dict]:
-    """The training step of one gated layer, dense and sparse, checked and then timed: rows as in the record.
-
-    inputs: [tokens, d_model] each. clock: takes calls by name and gives the milliseconds of each, as
-    ops.clock.time_cuda does. peak_bytes: the peak memory of a call, as ops.clock.peak_bytes. Raises WrongResult if
-    a gradient is off by 5% of its norm or more.
-    """
+def step_rows(layer, inputs: list[Tensor], nnz: float) -> list[dict]:
+    """The training step of one gated layer, dense and sparse, checked and timed on this GPU: rows as recorded. inputs:
+    [tokens, d_model] each. Raises WrongResult if a gradient is off by 5% of its norm or more."""
     from ...bench import training as tables
 
     weights = tuple(each.weight.detach().requires_grad_() for each in (layer.gate_proj, layer.up_proj, layer.down_proj))
@@ -134,14 +115,11 @@ def step_rows(
     layers = {"dense eager": tables.dense_layer, SPARSE: tables.our_layer("twell")}
     calls = {path: tables.step_of(each, weights, inputs, grads) for path, each in layers.items()}
     for mine, theirs in zip(calls[SPARSE](0), calls["dense eager"](0), strict=True):
-        mine, theirs = mine.detach().double(), theirs.detach().double()
-        off = float((mine - theirs).norm() / theirs.norm())
+        off = relative_error(mine.detach(), theirs.detach())
         if not off < 0.05:
             raise clocks.WrongResult(f"a gradient is off by {off:.2g} of its norm: nothing was timed")
-    peaks = {path: peak_bytes(call) for path, call in calls.items()}
-    (d_ff, d_model), device = layer.gate_proj.weight.shape, torch.cuda.get_device_name()
-    shared = {"kind": KIND, "device": device, "where": f"yours, now, on {device}", "workload": LOGNORMAL, "gated": True}
+    d_ff, d_model = layer.gate_proj.weight.shape
+    shared = {"kind": KIND, "device": torch.cuda.get_device_name(), "workload": LOGNORMAL, "gated": True}
     shared |= {"tokens": len(inputs[0]), "d_model": d_model, "d_ff": d_ff, "nnz": nnz}
-    ms = {path: clocks.quartiles(samples)[0] for path, samples in clock(calls).items()}
-    facts = {path: {"x_dense": ms["dense eager"] / each, "peak_bytes": peaks[path]} for path, each in ms.items()}
-    return [shared | {"path": path, "ms": each} | facts[path] for path, each in ms.items()]
+    ms = {path: clocks.quartiles(samples)[0] for path, samples in clocks.time_cuda(calls).items()}
+    return [shared | {"path": path, "ms": each, "x_dense": ms["dense eager"] / each} for path, each in ms.items()]

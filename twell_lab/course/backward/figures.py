@@ -23,19 +23,16 @@ PATHS = {
 
 
 def quantities(values: dict, fired) -> go.Figure:
-    """Matrices [tokens, d_ff] cell by cell, in three colours: not zero where the gate fired, not zero elsewhere, zero.
-
-    values: name -> tensor. fired: bool, of their shape."""
+    """Matrices [tokens, d_ff] by name, in three colours: not zero where the gate fired (bool), not zero elsewhere,
+    zero."""
     kinds = {name: ((value != 0) * (1 + fired.int())).tolist() for name, value in values.items()}
     title = "Which values are not zero, and which of them the gate lets through"
     return grids(kinds, KINDS, f"{title}<br><sub>tokens down, neurons across</sub>", 400, xgap=0.5, ygap=0.5)
 
 
 def product(fired, d_model: int, row: int, of: str) -> go.Figure:
-    """One of two products of the backward pass; in colour, one row of the result and the rows that it reads.
-
-    of "token": dh = dy Wd where the gate fired, and the row of this token. of "neuron": dWd^T = h^T dy, and the row of
-    this neuron. fired: bool [tokens, d_ff]."""
+    """One of two products of the backward pass; in colour, a row of the result and the rows that it reads: of "token"
+    dh = dy Wd where the gate fired, of "neuron" dWd^T = h^T dy. fired: bool [tokens, d_ff]."""
     grid = (fired if of == "token" else fired.T).tolist()
     uses = [j for j, one in enumerate(grid[row]) if one]
     colour = {j: 2 + i % len(PICKED) for i, j in enumerate(uses)}
@@ -54,9 +51,8 @@ def product(fired, d_model: int, row: int, of: str) -> go.Figure:
 
 
 def budget(floors: dict[int, dict[str, float]], reached: Rates, recorded: list[dict] = ()) -> go.Figure:
-    """The least time of a sparse step by part, for each nnz, beside that of a dense one; recorded steps as marks.
-
-    floors: nnz -> part -> ms, at the rates `reached`; recorded: rows of data.layers."""
+    """The least time of a sparse step by part, at the rates `reached` (floors: nnz -> part -> ms), beside that of a
+    dense one; recorded rows of data.layers as marks."""
     name = {nnz: f"nnz {nnz}: {sum(parts.values()):.2f} ms" for nnz, parts in floors.items()}
     rows = [{"name": name[nnz], "part": part, "ms": ms} for nnz, parts in floors.items() for part, ms in parts.items()]
     said = lambda row: f"{row['part']}: {row['ms']:.3g} ms"
@@ -81,9 +77,8 @@ def budget(floors: dict[int, dict[str, float]], reached: Rates, recorded: list[d
 
 
 def steps(rows: list[dict]) -> go.Figure:
-    """Training steps: times as fast as dense, over nnz; eager against eager, compiled against compiled.
-
-    rows: of data.layers, recorded (dotted) and yours."""
+    """Training steps, recorded (dotted) and yours: times as fast as dense, over nnz; eager against eager, compiled
+    against compiled."""
     times = lambda row: row.get("x_compiled" if row["path"] == "planned compiled" else "x_dense")
     mine = lambda row: not row["where"].startswith("recorded")
     name = lambda row: PATHS[row["path"]] + f", {row['where']}" * mine(row)
@@ -101,11 +96,9 @@ def steps(rows: list[dict]) -> go.Figure:
 
 
 def switching(history: list[dict], d_ff: int, limit: float) -> go.Figure:
-    """A run in which layers change their path: neurons firing by layer, and the bytes kept for the backward pass.
-
-    history: rows {step, nnz: by layer, paths: by layer, "dense" or "twell", bytes}; limit: the nnz below which a layer
-    becomes sparse. A change is made after its step, so the bytes of a row are drawn from the step of the row before on.
-    """
+    """A run whose layers change their path where nnz falls below `limit`: neurons firing, and bytes kept for the
+    backward pass. history: rows {step, nnz: by layer, paths: by layer, "dense" or "twell", bytes}. A change is made
+    after its step, so the bytes of a row are drawn from the step of the row before on."""
     titles = ["open circle: dense; diamond: sparse", "kept from forward to backward"]
     cuts = {"rows": 1, "cols": 2, "column_widths": [0.64, 0.36], "horizontal_spacing": 0.13}
     figure = make_subplots(**cuts, subplot_titles=titles)

@@ -1,9 +1,6 @@
 """Inputs for a reader's `down`, what it has to give on them, and the usual mistakes, each computed so that it can be
-named.
-
-What a kernel must not use is poisoned: words past a tile's count hold a large number, the gate is NaN except in tiles
-that overflow, and so are most rows of down_t whose neuron is silent.
-"""
+named. What must not be used is poisoned: words past a tile's count hold a large number, the gate is NaN except in tiles
+that overflow, and so are most rows of down_t whose neuron is silent."""
 
 from __future__ import annotations
 
@@ -53,9 +50,8 @@ class Case:
 
 
 def case(said: str, gate: Tensor, down_t: Tensor, poison: bool = True) -> Case:
-    """The launch for a gate [rows, columns] before its ReLU, which is packed and poisoned, and down_t.
-
-    poison: whether rows of down_t are NaN where a neuron is silent. Where they are, many mistakes look alike."""
+    """The launch for a gate [rows, columns] before its ReLU, packed and poisoned. poison: whether rows of down_t are
+    NaN where a neuron is silent, too; with NaN, many mistakes look alike."""
     kept, form = fires(gate), TwELL.from_gate(gate)
     columns, tiles = gate.shape[1], form.packed.shape[1]
     past = torch.arange(WORDS) > form.counts[..., None]
@@ -217,9 +213,8 @@ def entries(of: Case, row: int, t: int, mistake: str = "") -> tuple[Tensor, Tens
 
 
 def sums(of: Case, mistake: str = "") -> tuple[Tensor, Tensor]:
-    """(y in float64, the sum of the magnitudes of its terms) of what `entries` gives.
-
-    Raises IndexError where that names a column that the matrix does not have."""
+    """(y in float64, the sum of the magnitudes of its terms) of what `entries` gives. IndexError where that names a
+    column that the matrix does not have."""
     rows, tiles = of.packed.shape[:2]
     y = torch.zeros(rows, of.down_t.shape[1], dtype=torch.float64)
     size = y.clone()
@@ -240,21 +235,19 @@ def agrees(y: Tensor, exact: Tensor, size: Tensor) -> Tensor:
 
 
 def wrong(of: Case, y: Tensor) -> str | None:
-    """Return what is wrong with y, in words, with the mistake's name where it is one of the usual; None if nothing is.
-
-    All tensors lie on the CPU."""
+    """Return what is wrong with y (on the CPU), with the mistake's name where it is a usual one; None if nothing is."""
     untouched = y.view(torch.int16) == UNWRITTEN
     if untouched.all():
         return "your kernel writes nothing to y yet."
     exact, size = sums(of)
-    fits = agrees(y, exact, size)
-    if untouched.any() or not fits.all():
-        row, column = (untouched if untouched.any() else ~fits).nonzero()[0].tolist()
-        place, want, got = f"y[{row}][{column}]", float(exact[row, column]), float(y[row, column])
-        if untouched.any():
-            return f"{place} was never written; it should be {want:.4g}."
-        return f"{place} should be {want:.4g}; yours is {got:.4g}. {_named(of, y, exact, size)}".rstrip()
-    return None
+    off = untouched if untouched.any() else ~agrees(y, exact, size)
+    if not off.any():
+        return None
+    row, column = off.nonzero()[0].tolist()
+    place, want, got = f"y[{row}][{column}]", float(exact[row, column]), float(y[row, column])
+    if untouched.any():
+        return f"{place} was never written; it should be {want:.4g}."
+    return f"{place} should be {want:.4g}; yours is {got:.4g}. {_named(of, y, exact, size)}".rstrip()
 
 
 def _named(of: Case, y: Tensor, exact: Tensor, size: Tensor) -> str:

@@ -1,10 +1,7 @@
 """A reader's `down` judged: run in the simulator, its faults and mistakes named, its sectors counted against the floor,
-its time predicted, and, where there is a GPU, measured. The notebook, its exercise and `twell-lab submit` share this.
-
-Notebook 12 says how the kernel is launched. Medals: bronze for a right result, silver for sectors within
-`SILVER` of the floor, gold for a time within `GOLD` of down_v2's. Where nothing was timed, a time predicted from the
-counts may win "predicted gold", which is no measurement.
-"""
+its time predicted and, on a GPU, measured; for notebook 12, its exercise and `twell-lab submit`. Medals: bronze for a
+right result, silver for sectors within `SILVER` of the floor, gold for a time within `GOLD` of down_v2's. Where nothing
+was timed, a predicted time may win "predicted gold", which is no measurement."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ from ..verdicts import not_met
 from . import cases, gpu
 from .cases import COUNTED, D_FF, D_MODEL, NNZ, TIMED
 
-POINTERS = ("packed", "gate", "down_t", "y")
 SILVER, GOLD = 1.5, 1.25
 LARGEST = 1 << 20  # bytes of a kernel's file
 STEPS = 10_000_000  # of a block that are kept, to see whether all threads meet: none of the launches makes as many
@@ -89,9 +85,8 @@ def launcher(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return a function of packed, gate, down_t and y that launches the kernel in a file, and returns y.
 
-    device: "cuda" for the GPU here, "cpu" for the simulator. counted: a list that gets the counts of each launch in the
-    simulator; without it nothing is watched. Raises InputError for what is no kernel file, CompileError and StackError
-    as the compilers do."""
+    device: "cuda" for the GPU here, "cpu" for the simulator. counted: a list that gets the counts of each launch there.
+    Raises InputError for what is no kernel file, CompileError and StackError as the compilers do."""
     text = source(file)
     threads = threads_of(text)
     if device == "cuda":
@@ -110,10 +105,9 @@ def launcher(
 
 
 def judge(file: str | Path, name: str = "down") -> Judged:
-    """Return whether the kernel in a file is right, by the simulator, and what its loads touch. What is wrong with it
-    is said, never raised; InputError where there is no such file.
-
-    name: of the kernel; of one of cases.STEPS its launches alone are made, and nothing is counted."""
+    """Return whether the kernel in a file is right, by the simulator, and what its loads touch; what is wrong is said.
+    InputError where there is no such file. name: of the kernel; of one of cases.STEPS its launches alone are made, and
+    nothing is counted."""
     text = source(file)
     with_what = ""
     try:
@@ -134,7 +128,8 @@ def judge(file: str | Path, name: str = "down") -> Judged:
                 how["trace"] = rows - 1
             run = program.launch(name, rows, threads, arguments, **how)
             counts = run.counts
-            if found := cases.wrong(of, y) or counts and _silent_rows(program, name, of, counts):
+            down_t = program.kernels[name][2].name
+            if found := cases.wrong(of, y) or counts and _silent_rows(of, counts, down_t):
                 return Judged(False, with_what + found)
             if run.trace and (missed := not_met(run.trace)):
                 return Judged(False, f"{with_what}the result is right. But {missed}")
@@ -153,7 +148,7 @@ def judge(file: str | Path, name: str = "down") -> Judged:
 
 def _crowded(program, name: str, of: cases.Case, fault: Fault) -> str:
     """A line, with its line break, for a read past down_t in a row with tiles that overflow; else nothing."""
-    down_t = program.kernels[name][POINTERS.index("down_t")].name
+    down_t = program.kernels[name][2].name
     over = [str(count) for count in of.packed[fault.block, :, 0].tolist() if count >= WORDS]
     if not isinstance(fault, faults.OutOfBounds) or fault.array != down_t or not over:
         return ""
@@ -161,17 +156,12 @@ def _crowded(program, name: str, of: cases.Case, fault: Fault) -> str:
     return f"\n  of this row's tiles, some count {', '.join(over)}: each has {WORDS - 1} slots, words - 1{narrow}"
 
 
-def _silent_rows(program, kernel: str, of: cases.Case, counts: Counts) -> str | None:
+def _silent_rows(of: cases.Case, counts: Counts, down_t: str) -> str | None:
     """In words, how many more sectors of down_t were read than the rows of neurons that fire lie in; None if none."""
-    name = program.kernels[kernel][POINTERS.index("down_t")].name
-    fired, least = int(of.kept.any(0).sum()), cases.needed_sectors(of)
-    read_sectors = counts.footprints[name].read_sectors
-    if read_sectors <= least:
-        return None
-    return (
-        f"the result is right. But {read_sectors:,} sectors of {name} are read, and the rows of the {fired} neurons "
-        f"that fire lie in {least:,}: too many sectors, of neurons that are silent, as in a dense product."
-    )
+    read, least, fired = counts.footprints[down_t].read_sectors, cases.needed_sectors(of), int(of.kept.any(0).sum())
+    much = f"the result is right. But {read:,} sectors of {down_t} are read, and the rows of the {fired} neurons"
+    why = f"that fire lie in {least:,}: too many sectors, of neurons that are silent, as in a dense product."
+    return f"{much} {why}" if read > least else None
 
 
 def floor() -> int:
@@ -194,12 +184,10 @@ def library_counts() -> dict[str, Counts]:
 
 
 def gpu_rates(name: str | None = None) -> Rates:
-    """The rates of a GPU, by default of the one here; of USUAL_GPU where there is none, or
-    where it is not in data/gpus.json."""
-    if name is None:
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else USUAL_GPU
+    """The rates of a GPU, by default of the one here; of USUAL_GPU where there is none, or none in data/gpus.json."""
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else USUAL_GPU
     try:
-        return rates_of(name)
+        return rates_of(name or here)
     except InputError:
         return rates_of(USUAL_GPU)
 
@@ -248,8 +236,7 @@ def simulated(rates: Rates) -> simulator.Gpu:
 
 def compared(judged: Judged, rows: list[dict] | None = None) -> list[dict]:
     """Predicted and measured microseconds of the reader's kernel and of the library's: {version, sectors, floor,
-    predicted_us, gpu, measured_us, where}. Without rows of `timed_here`, the library's times are recorded ones, and
-    predicted is for the GPU that they were recorded on, an H100 as USUAL_GPU."""
+    predicted_us, gpu, measured_us, where}. rows: of `timed_here`; without them, those recorded on an H100."""
     counts = ({gpu.YOURS: judged.counts} if judged.counts else {}) | library_counts()
     size = {"kind": "kernel", "tokens": TIMED, "d_model": D_MODEL, "d_ff": D_FF}
     rows = rows or newest("", "H100", lambda row: row.get("path") in counts and size.items() <= row.items())
@@ -311,11 +298,9 @@ def floor_us(judged: Judged) -> float:
     return least_us(passed, predicted(judged.counts).memory_bytes, rates.l2, rates.bandwidth)
 
 
-def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -> str:
+def next_step(won: str, judged: Judged, rows: list[dict] | None = None) -> str:
     """A line about what the next medal takes."""
     times = against_v2(rows or [])
-    if won is None:
-        return "Bronze is for a right result."
     if won == "bronze":
         return f"Silver is for {int(SILVER * judged.floor):,} sectors or fewer."
     if won == "gold":
@@ -332,26 +317,20 @@ def next_step(won: str | None, judged: Judged, rows: list[dict] | None = None) -
 
 
 def submit(file: str | Path) -> tuple[str, str, records.Record | None]:
-    """Judge a kernel in the simulator and, where there is one, on the GPU. Returns a line about it, one about the GPU,
-    and a record that can be shared, with times on the GPU as rows of kind "capstone"; None where there is no medal.
-
-    Raises InputError where there is no such file, StackError where there is no compiler for the simulator."""
+    """Judge a kernel in the simulator and on a GPU, if one is here. Returns a line about it, one about the GPU, and a
+    record to share, None without a medal. InputError where there is no such file, StackError without a compiler for the
+    simulator."""
     simulator.compiler()
     judged = judge(file)
     if not judged.right:
         return f"Not yet: {judged.said}", "", None
     on_gpu, rows = timed_here(file, judged)
     won, text = medal(judged, rows), source(file)
-    counted = {
-        "what": f"the simulator's counts for {COUNTED} rows of {D_FF:,} columns, d_model {D_MODEL:,}",
-        "sectors_read": judged.sectors,
-        "floor": judged.floor,
-        "load_instructions": judged.counts.global_reads.requests,
-        "sectors_written": judged.counts.global_writes.sectors,
-        "barriers": judged.counts.barriers,
-        "threads": threads_of(text),
-    }
-    guess = predicted(judged.counts, rows[0]["device"] if rows else None)._asdict()
+    what, counts = f"the simulator's counts for {COUNTED} rows of {D_FF:,} columns, d_model {D_MODEL:,}", judged.counts
+    counted = {"what": what, "sectors_read": judged.sectors, "floor": judged.floor, "barriers": counts.barriers}
+    counted |= {"load_instructions": counts.global_reads.requests, "sectors_written": counts.global_writes.sectors}
+    counted["threads"] = threads_of(text)
+    guess = predicted(counts, rows[0]["device"] if rows else None)._asdict()
     notes = {
         "medal": won,
         "on_gpu": on_gpu.partition("\n")[0],

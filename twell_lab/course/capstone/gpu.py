@@ -4,6 +4,7 @@ beside the library's versions. Only what the simulator found sound is launched h
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from hashlib import sha256
 
 import numpy as np
@@ -19,6 +20,7 @@ from ...formats.twell import TILE, WORDS
 from ...ops import clock as clocks
 from ...ops.down import down
 from ...ops.pack import pack
+from ..recorded import LOGNORMAL
 from . import cases
 from .cases import D_FF, D_MODEL, NNZ, SLOTS, TIMED
 
@@ -30,10 +32,8 @@ _KEPT: list = []  # modules must outlive the launches
 
 
 def cubin(text: str, name: str, arch: str, flags: Iterable[str] = ()) -> bytes:
-    """The cubin of a source, for an architecture such as "sm_75". flags: such as where its headers are.
-
-    Raises StackError without NVRTC, CompileError with NVRTC's messages for a source that it refuses.
-    """
+    """The cubin of a source, for an architecture such as "sm_75". Raises StackError without NVRTC, CompileError with
+    NVRTC's messages for a source that it refuses."""
     compiler.compiler()
     from cupy.cuda import nvrtc
 
@@ -59,10 +59,8 @@ def headers(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 class Kernel:
-    """A kernel of a reader's, ready to be launched on the current GPU. flags: as of `cubin`.
-
-    Raises StackError without CuPy or with one that does not match torch, DeviceError for a GPU that is too old,
-    CompileError as `cubin` does."""
+    """A kernel of a reader's, ready to be launched on the current GPU. flags: as of `cubin`, whose errors it raises.
+    StackError without a CuPy that matches torch, DeviceError for a GPU that is too old."""
 
     def __init__(self, text: str, name: str, flags: Iterable[str] = ()) -> None:
         core.check_stack()
@@ -111,9 +109,8 @@ def wrong(mine: Mine) -> str | None:
 
 
 def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
-    """Rows of kind "capstone": the reader's kernel and each version of the library's, cold, in turn.
-
-    Raises clocks.WrongResult, before any clock starts, for one whose rows are not as in float64."""
+    """Rows of kind "capstone": the reader's kernel and the library's versions, cold, in turn. WrongResult, before any
+    clock starts, for one whose rows are not as in float64."""
     dtype = clocks.dtype_for("cuda")
     dense, inputs = clocks.workload(tokens, D_MODEL, D_FF, NNZ, "lognormal", dtype, "cuda")
     down_t = dense.down_proj.weight.detach().t().contiguous()
@@ -121,16 +118,10 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
     packs = [run(pack, gate, TILE, WORDS) for gate in gates]
     y, none = torch.empty(tokens, D_MODEL, dtype=dtype, device="cuda"), (None, None, None)
 
-    pairs = list(zip(packs, gates))
-
-    def given(turn: int) -> tuple[Tensor, Tensor]:
-        return pairs[turn % len(pairs)]
-
+    given = lambda turn: (packs[turn % len(packs)], gates[turn % len(gates)])
+    ours = lambda turn, version: run(down, *given(turn), none, down_t, None, D_FF, TILE, version)
     calls = {YOURS: lambda turn: mine.launch(*given(turn), down_t, y)}
-    for version in VERSIONS:
-        calls[f"down_v{version}"] = lambda turn, version=version: run(
-            down, *given(turn), none, down_t, None, D_FF, TILE, version
-        )
+    calls |= {f"down_v{version}": partial(ours, version=version) for version in VERSIONS}
     crowded = (packs[0][..., 0] > SLOTS).any(1).nonzero()[:, 0]
     rows = torch.cat([crowded[: CHECKED // 2], torch.linspace(0, tokens - 1, CHECKED, device="cuda").long()])
     hidden = gates[0][rows].double().relu()
@@ -139,18 +130,8 @@ def timed(mine: Mine, tokens: int = TIMED, rounds: int = 30) -> list[dict]:
         y.fill_(torch.nan)
         if not cases.agrees(call(0)[rows], exact, size).all():
             raise clocks.WrongResult(f"{name} is not as in float64 on {tokens:,} tokens: nothing was timed")
-    shared = {
-        "kind": KIND,
-        "device": torch.cuda.get_device_name(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "tokens": tokens,
-        "d_model": D_MODEL,
-        "d_ff": D_FF,
-        "nnz": sum(float(packed[..., 0].sum()) for packed in packs) / (tokens * len(packs)),
-        "workload": "independent, lognormal",
-    }
-    found = []
-    for name, samples in clocks.time_cuda(calls, rounds).items():
-        ms, spread = clocks.quartiles(samples)
-        found.append({**shared, "path": name, "ms": ms, "spread": spread})
-    return found
+    shared = {"kind": KIND, "device": torch.cuda.get_device_name(), "dtype": str(dtype).removeprefix("torch.")}
+    shared |= {"tokens": tokens, "d_model": D_MODEL, "d_ff": D_FF, "workload": LOGNORMAL}
+    shared["nnz"] = sum(float(packed[..., 0].sum()) for packed in packs) / (tokens * len(packs))
+    took = {name: clocks.quartiles(samples) for name, samples in clocks.time_cuda(calls, rounds).items()}
+    return [shared | {"path": name, "ms": ms, "spread": spread} for name, (ms, spread) in took.items()]

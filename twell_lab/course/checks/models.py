@@ -3,12 +3,12 @@ and the choice of a path."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -309,9 +309,8 @@ def route(answer) -> None:
         if tokens == 6:
             scores[:, -1] = -9.0  # nobody's choice
         asked = f"route for scores {list(scores.shape)} and top_k {top_k}"
-        with _counting() as lines:
-            got = written(answer(scores.clone(), top_k))
-        steps.append(len(lines))
+        got, lines = _lines_of(partial(answer, scores.clone(), top_k))
+        steps.append(lines)
         chosen = scores.topk(top_k).indices
         rows = [(chosen == expert).any(1).nonzero()[:, 0].tolist() for expert in range(experts)]
         match_parts(got, (sum(rows, []), [*map(len, rows)]), ("rows", "counts"), asked)
@@ -319,22 +318,19 @@ def route(answer) -> None:
         raise NotYet(f"it is right, but runs {steps[0]} lines for 4 experts and {steps[-1]} for 64: do without a loop.")
 
 
-@contextlib.contextmanager
-def _counting() -> Iterator[list]:
-    """Collect each line of Python that runs, those of torch left out."""
-    lines: list = []
+def _lines_of(call: Callable) -> tuple[object, int]:
+    """What a call gives, and how many lines of Python it runs, those of torch left out."""
+    lines = 0
 
     def watch(frame, event, _):
-        if "torch" in frame.f_globals.get("__name__", "").partition(".")[0]:
-            return None
-        if event == "line":
-            lines.append(frame.f_lineno)
-        return watch
+        nonlocal lines
+        lines += event == "line"
+        return None if "torch" in frame.f_globals.get("__name__", "").partition(".")[0] else watch
 
     before = sys.gettrace()
     sys.settrace(watch)
     try:
-        yield lines
+        return call(), lines
     finally:
         sys.settrace(before)
 

@@ -211,9 +211,8 @@ def break_even_density(dense_ms: float, slower: float, conversion_ms: float) -> 
 
 
 class _Machine:
-    """A queue and its clock, made up: a launch takes 1 ms of the caller's time, and the work comes later.
-
-    `slower(calls)` says by which factor work takes longer once so many calls were launched."""
+    """A made-up queue and clock: a launch takes 1 ms, its work comes later, and takes slower(calls) times as long once
+    so many calls were launched."""
 
     def __init__(self, pending: float = 0.0, slower: Callable[[int], float] = lambda calls: 1.0) -> None:
         self.time, self.slower, self.calls = 100.0, slower, 0
@@ -226,9 +225,6 @@ class _Machine:
 
     def synchronize(self) -> None:
         self.time = max(self.time, self.ready)
-
-    def now(self) -> float:
-        return self.time
 
     def timed(self, call) -> float:
         """Milliseconds of a call."""
@@ -243,7 +239,7 @@ class _Machine:
 def timed_call(answer) -> None:
     for pending, work in ((0.0, 0.05), (0.3, 0.05), (0.0, 2.0), (random.random(), random.random())):
         machine = _Machine(pending)
-        got = written(answer(lambda work=work: work, machine, machine.now))
+        got = written(answer(lambda work=work: work, machine, lambda machine=machine: machine.time))
         if not machine.calls:
             raise NotYet("timed_call launched nothing: queue.launch(call) puts the call into the queue.")
         busy = f", with {1000 * pending:.3g} ms of other work still in the queue" * bool(pending)

@@ -1,6 +1,5 @@
-"""What the notebook on choosing a path computes: what methods that skip silent neurons compute, and which of them is
-fastest where. Each is held against the dense layer before it is timed, unless it is lossy or another layer, which its
-name says."""
+"""What the notebook on choosing a path computes: what methods that skip silent neurons compute, and which is fastest
+where. All but those that are lossy or another layer, as their names say, are held against the dense layer first."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ def recorded_maps() -> list[dict]:
 
 
 def _of_map(row: dict) -> dict:
-    """Return a row of `methods.map_rows` as one of `map_rows`: on a CPU, where what else runs only adds to a time, with
-    the lower quartile."""
+    """Return a row of `methods.map_rows` as one of `map_rows`: on a CPU, which is busy, with the lower quartile."""
     method = DENSE if row["path"] == bench_rows.DENSE else row["path"]
     ms = quantile(row["samples"], 0.25) if row["device"] == "CPU" else row["ms"]
     said = {key: row[key] for key in ("tokens", "d_ff", "x_dense", "where", "share")}
@@ -114,8 +112,8 @@ def _of_map(row: dict) -> dict:
 
 def winners(rows: Iterable[dict], exact: bool = True) -> dict[tuple[float, int], dict]:
     """The fastest method by (share, tokens); dense where none is faster by a twentieth, which may be noise. exact: only
-    those that compute the dense layer's result. Shares up to an
-    eighth above another count as that one, since what is drawn only comes near what was asked for."""
+    those that compute the dense layer's result. Shares up to an eighth above another count as that one, since what is
+    drawn only comes near what was asked for."""
     best: dict[tuple[float, int], dict] = {}
     first, worth = 0.0, lambda row: row["x_dense"] * (1.05 if row["method"] == DENSE else 1)
     for row in sorted(rows, key=lambda row: row["share"]):

@@ -105,9 +105,8 @@ def padding(rows: list[dict], recorded: Iterable[dict] = ()) -> go.Figure:
 
 
 def firing(shares, times: float) -> go.Figure:
-    """Draw how often each neuron fires, the busiest first, and the share above which it is cheaper dense.
-
-    shares: float [d_ff], of the tokens. times: how many times as much a packed neuron costs as a dense one."""
+    """Draw how often each neuron fires, the busiest first, and the share above which it is cheaper dense. shares: float
+    [d_ff], of the tokens. times: what a packed neuron costs, of a dense one."""
     hot, said = len(data.hot_neurons(shares, times)), f"break-even: 1 in {times:.0f} tokens"
     ordered = enumerate((100 * shares).sort(descending=True).values.tolist())
     rows = [{"place": i, "share": share, "of": "hot: computed densely" if i < hot else "cold"} for i, share in ordered]
@@ -120,8 +119,8 @@ def firing(shares, times: float) -> go.Figure:
 
 
 def hot_sizes(rows: list[dict]) -> go.Figure:
-    """Draw times as fast as dense over the share of the neurons that is computed densely, a line for each source.
-    Bars: low to high, where rows have them."""
+    """Draw times as fast as dense over the share of the neurons that is computed densely, a line for each source. Bars:
+    low to high, where rows have them."""
     looks = {}
     for where, mine in groups(rows, "where").items():
         if "low" in mine[0]:
@@ -163,20 +162,11 @@ def winners(rows: list[dict]) -> go.Figure:
     for column, best in enumerate(panels.values(), 1):
         cells = [[best.get((share, count)) for count in tokens] for share in shares]
         said = lambda cell: f"{_SHORT[cell['method']]}<br><b>{cell['x_dense']:.2g}</b>" if cell else ""
-        squares(
-            figure,
-            [[METHODS.index(cell["method"]) if cell else None for cell in line] for line in cells],
-            COLOUR.values(),
-            x=[f"{count:,}" for count in tokens],
-            y=[f"{100 * share:.2g}%" for share in shares],
-            text=[[said(cell) for cell in line] for line in cells],
-            texttemplate="%{text}",
-            xgap=2,
-            ygap=2,
-            hovertemplate="%{y} fire, %{x} tokens: %{text} times as fast as dense<extra></extra>",
-            row=1,
-            col=column,
-        )
+        numbers = [[METHODS.index(cell["method"]) if cell else None for cell in line] for line in cells]
+        look = {"x": [f"{count:,}" for count in tokens], "y": [f"{100 * share:.2g}%" for share in shares]}
+        look |= {"text": [[said(cell) for cell in line] for line in cells], "texttemplate": "%{text}"}
+        look |= {"hovertemplate": "%{y} fire, %{x} tokens: %{text} times as fast as dense<extra></extra>"}
+        squares(figure, numbers, COLOUR.values(), **look, xgap=2, ygap=2, row=1, col=column)
     for method in METHODS:
         if any(row["method"] == method for best in panels.values() for row in best.values()):
             legend_key(figure, method, COLOUR[method])

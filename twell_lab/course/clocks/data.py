@@ -1,8 +1,5 @@
-"""A benchmark rebuilt with its faults, and the clocks that find them: data in, data out, nothing drawn.
-
-Everything runs on a CPU and on a GPU. Times are in milliseconds. A CPU has no queue of work that a call could return
-before: there a worker thread stands in for it (`Queue`), which is a simulation and is called so.
-"""
+"""A benchmark rebuilt with its faults, and the clocks that find them. Everything runs on a CPU and on a GPU. Times are
+in milliseconds. A CPU has no queue of work: a worker thread stands in for it (`Queue`), a simulation, and called so."""
 
 from __future__ import annotations
 
@@ -70,8 +67,7 @@ def asked_and_done(call: Call, queue: Queue, rounds: int = 9) -> tuple[float, fl
 
 
 def in_turns(calls: dict[str, Call], queue: Queue, rounds: int = 15) -> Samples:
-    """Milliseconds of each call, the calls in turn, each waited for and with cold caches; one call of each before them
-    is left out."""
+    """Milliseconds of each call, in turn, each waited for and with cold caches, after one of each that is left out."""
     filler, samples = other_data(queue.device), {name: [] for name in calls}
     for call in calls.values():
         stop_watch(call, queue)
@@ -111,10 +107,8 @@ def disturbed(device: str):
 
 
 def same_call_twice(call: Call, device: str, rounds: int = 15) -> dict[str, Samples]:
-    """One call timed under two names, "first" and "second", on a machine that gets busy after `quiet` of the calls.
-
-    Returns the samples of two orders: "one after the other" (all of the first, then all of the second) and "in turns".
-    """
+    """Samples of one call timed under two names, "first" and "second", "one after the other" and "in turns", on a
+    machine that gets busy after `quiet` of the calls."""
     queue, found = Queue(device), {}
     orders = {"one after the other": ["first"] * rounds + ["second"] * rounds, "in turns": ["first", "second"] * rounds}
     stop_watch(call, queue)

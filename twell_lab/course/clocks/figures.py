@@ -34,10 +34,7 @@ def timeline(asked: float, done: float, queue: str) -> go.Figure:
 
 
 def ladder(steps: dict[str, float], title: str = "The same benchmark, after each repair") -> go.Figure:
-    """Return how many times as fast as dense the sparse layer is said to be, after each step, the first step on top.
-
-    steps: these ratios, by the step's name.
-    """
+    """Draw how many times as fast as dense the sparse layer is said to be, by the step, the first on top."""
     rows = [{"step": name, "x": value} for name, value in steps.items()]
     colours = [plots.RED, *[plots.ORANGE] * (len(rows) - 2), plots.BLUE]
     look = {"line": {"color": plots.GREY, "dash": "dot"}, "marker": {"size": 14, "color": colours}}
@@ -53,21 +50,15 @@ def ladder(steps: dict[str, float], title: str = "The same benchmark, after each
 
 
 def orders(found: dict[str, dict[str, list[float]]]) -> go.Figure:
-    """The samples of one call under two names, in the order they were taken, and the ratio of their medians.
-
-    found: of `same_call_twice`."""
+    """The samples of `same_call_twice` in the order they were taken, and the ratio of their medians."""
     titles = [f"{order}: second / first = {ratio(samples, 'second', 'first'):.2f}" for order, samples in found.items()]
     figure = make_subplots(rows=1, cols=len(found), shared_yaxes=True, subplot_titles=titles)
     for column, (order, samples) in enumerate(found.items(), 1):
-        rows = [
-            {
-                "name": f"{name} name",
-                "call": 2 * k + i + 1 if order == "in turns" else i * len(values) + k + 1,
-                "ms": value,
-            }
-            for i, (name, values) in enumerate(samples.items())
-            for k, value in enumerate(values)
-        ]
+        rows = []
+        for i, (name, values) in enumerate(samples.items()):
+            for k, value in enumerate(values):
+                call = 2 * k + i + 1 if order == "in turns" else i * len(values) + k + 1
+                rows.append({"name": f"{name} name", "call": call, "ms": value})
         said = lambda row: f"call {row['call']}, {row['name']}: {row['ms']:.3g} ms"
         lines(figure, rows, "call", "ms", "name", hover=said, mode="markers", row=1, col=column)
         rounds = min(map(len, samples.values()))
@@ -79,9 +70,8 @@ def orders(found: dict[str, dict[str, list[float]]]) -> go.Figure:
 
 
 def calls(rows: list[dict]) -> go.Figure:
-    """The GPU's own time and that of a plain call, over tokens, for the dense layer and SparseFFN.
-
-    rows: `measure.recorded_calls`; those without wall times are left out."""
+    """The GPU's own time and that of a plain call, dense and SparseFFN, over tokens. rows: `measure.recorded_calls`;
+    those without wall times are left out."""
     rows = [row for row in rows if row.get("wall_ms") and row.get("dense_wall_ms")]
     figure = go.Figure()
     for key, name, colour, dash in (

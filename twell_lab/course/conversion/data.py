@@ -1,9 +1,8 @@
 """What notebook 05 computes: points of density and loss of models that were cut, converted or trained.
 
 A point is a dict: `way` ("cut", "convert" or "train"), `model` (what it was made of), `what` (in a word), `density`
-(the share of neurons that fire for a token, mean over layers), `change`, `low`, `high` (of the loss, in percent of that
-of the model it is held against, with its 95% interval; `low` and `high` are None where a record has none) and `where`
-(here, or recorded)."""
+(the share of neurons that fire, mean over layers), `change`, `low`, `high` (of the loss, in percent of that of the
+model it is held against, with the 95% interval, None where a record has none) and `where` (here, or recorded)."""
 
 from __future__ import annotations
 
@@ -24,10 +23,8 @@ HERE = "here, now"
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """A model, what its layers did on some windows, and its loss on others.
-
-    model: left as it is. windows: int64 [n, context], of held-out text. alone: the loss of each, nats a token, float64
-    [n]."""
+    """A model, what its layers did on some windows, and its loss on others: windows, int64 [n, context], of held-out
+    text; alone, the loss of each, nats a token, float64 [n]."""
 
     what: str
     model: nn.Module
@@ -101,8 +98,7 @@ def _point(way: str, model: str, what: str, density: float, change: LossChange) 
 
 
 def converted(models: dict[str, nn.Module], against: Judged) -> list[dict]:
-    """Points of ReLU models, by name, that were converted and perhaps trained on, held against a SiLU model that read
-    as much."""
+    """Points of converted ReLU models, by name, held against a SiLU model that read as much."""
     points = []
     for what, model in models.items():
         change = LossChange.of(against.alone, losses(model, against.windows))
@@ -126,10 +122,8 @@ def trained(l1_free: Judged, text: str, device: str = "cpu") -> list[dict]:
 
 
 def recorded() -> list[dict]:
-    """Points of the recorded sweeps, each run held against its twin without L1.
-
-    `model` is "l1-free" for the sweep in which that model was trained, where it is here (`folder`), and the number of
-    weights for the other."""
+    """Points of the recorded sweeps, each run held against its twin without L1. `model`: "l1-free" where the sweep
+    trained it and it is here, else the number of weights."""
     points, newest = [], {record.name: record for record in records.load_all()}
     for name, here in (("sweep-small", folder("l1-free").name == "l1-free"), ("sweep", False)):
         rows = newest[name].rows

@@ -55,8 +55,7 @@ def picture(points: Sequence[dict], title: str = "Three ways to few neurons, and
 
 
 def _name(point: dict) -> str:
-    """Return what a point's line is called. A model that is trained with L1 is another than that without, beside which
-    it is drawn."""
+    """Return what a point's line is called: one trained with L1 is a twin of the model beside which it is drawn."""
     way, model = point["way"], point["model"]
     name = f"{way}: {model}" if way != "train" else f"train with L1: {'' if 'weights' in model else 'twin of '}{model}"
     return name + ", recorded" * (point["where"] != HERE)

@@ -1,7 +1,5 @@
-"""What notebook 08 computes: workloads, counts, recorded times beside predictions, and altered copies of kernels.
-
-Nothing is drawn. The kernels run in `twell_lab.simulator`, or on a GPU.
-"""
+"""What notebook 08 computes: workloads, counts, and recorded times beside predictions. Kernels run in the simulator or
+on a GPU."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ D_FF, NNZ = 5632, 29  # of the workloads that are timed
 
 
 def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Pseudo-random numbers from -1 to 1, float64 of this shape: splitmix64 of each element's position, which gives the
-    same numbers on every machine."""
+    """Pseudo-random numbers from -1 to 1, float64, the same everywhere: splitmix64 of each element's position."""
     z = np.arange(1, int(np.prod(shape)) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed << 32)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -38,10 +35,8 @@ def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def gate(rows: int, d_ff: int = D_FF, nnz: int = NNZ) -> Tensor:
-    """A gate before its ReLU, bfloat16 [rows, d_ff]: `nnz` positives a row, most often the columns that fire most.
-
-    Made from whole numbers, so that counts are the same everywhere; columns as in bench's "lognormal" workload.
-    """
+    """A gate before its ReLU, bfloat16 [rows, d_ff], made from whole numbers, so that counts are the same everywhere:
+    `nnz` positives a row, most often the columns that fire most in bench's "lognormal" workload."""
     rates = np.maximum(clocks.firing_rates(d_ff, nnz).numpy(), 1e-12)
     draw = np.log((noise((rows, d_ff), 5) + 1) / 2 + 1e-12) / rates
     fires = np.zeros((rows, d_ff), bool)
@@ -51,10 +46,8 @@ def gate(rows: int, d_ff: int = D_FF, nnz: int = NNZ) -> Tensor:
 
 
 class Layer:
-    """A packed gate and the weights of a layer, on which `.gated(version)` launches kernels.
-
-    Inputs are made as in `gate`. The counts of a launch depend on which neurons fire, not on the values.
-    """
+    """A packed gate and the weights of a layer, made as in `gate`, on which `.gated(version)` launches kernels. The
+    counts of a launch depend on which neurons fire, not on the values."""
 
     def __init__(self, tokens: int, d_model: int = 2048, d_ff: int = D_FF, nnz: int = NNZ) -> None:
         self.gate = gate(tokens, d_ff, nnz)

@@ -1,8 +1,5 @@
-"""Figures of what the simulator recorded, each a function of rows and numbers; in the style of `plots`.
-
-Colour is never the only sign: cells name their threads, written elements have a frame, and bars are hatched. So the
-figures can be read in grey print and by colour-blind readers.
-"""
+"""Figures of what the simulator recorded, in the style of `plots`. Colour is never the only sign: cells name their
+threads, written elements have a frame, and bars are hatched, for grey print and colour-blind readers."""
 
 from __future__ import annotations
 
@@ -51,9 +48,8 @@ def who_touches_what(
 ) -> go.Figure:
     """The elements of each array in the colour of the threads that read them or, with a frame, that wrote them.
 
-    arrays: names (None: all that were touched). steps: indices of the steps to draw (None: all). cells: the most cells
-    drawn of an array (256, or 512 if cells hold several elements). per_cell: elements in a cell; 16 bfloat16 are a
-    sector."""
+    arrays: names (None: all touched). steps: indices of the steps to draw (None: all). cells: the most cells drawn of
+    an array (256, or 512 if cells hold several elements). per_cell: elements in a cell; 16 bfloat16 are a sector."""
     chosen = trace.steps if steps is None else [trace[index] for index in steps]
     most = cells or (CELLS if per_cell == 1 else 2 * CELLS)
     panels = [
@@ -72,23 +68,19 @@ def who_touches_what(
 
 
 def step_view(trace: Trace, step: int, *, page: int = CELLS, text: Mapping[str, Text] | None = None) -> go.Figure:
-    """The arrays after one step: what the lanes touch now in strong colours, what was touched before in pale ones.
+    """The arrays after one step: blue is read, orange written, strong what the lanes touch now, pale what was touched
+    before, red the place of a fault; a frame marks what has been written. Above them each lane of the warp: whether it
+    takes part, its value and the watched expressions.
 
-    Blue is read, orange is written, and a frame marks elements that have been written; the place of a fault is red.
-    Above the arrays: each lane of the warp, whether it takes part, its value and the watched expressions.
-
-    page: how many elements of an array are drawn; the page that was touched last is shown. text: array -> a function of
-    (element, value) that gives the text of a cell, such as `packed_text`. Texts are most of what a browser draws anew
-    at each move; what a cell without one holds is its hover text."""
+    page: how many elements of an array are drawn, of those touched last. text: array -> a function of (element, value)
+    that gives a cell's text, such as `packed_text`: most of what a browser draws anew at a move."""
     panels = _step_panels(trace, step, page, text or {})
     return _stacked(panels, STEP_COLOURS, _step_title(trace, trace[step], text or {}), 102)
 
 
 def move_step_view(figure: go.Figure, trace: Trace, step: int, page: int = CELLS, text=None) -> None:
-    """Show another step in a figure that `step_view` made with the same options (a FigureWidget of it too).
-
-    Its size and places are the same at every step, so only what stands in the cells is set: a tenth of the work of
-    drawing it anew."""
+    """Show another step in a figure that `step_view` made with the same options (a FigureWidget of it too). Only what
+    stands in the cells is set: a tenth of the work of drawing it anew."""
     _fill(figure, _step_panels(trace, step, page, text or {}), STEP_COLOURS)
     figure.layout.title.text = _step_title(trace, trace[step], text or {})
 
@@ -106,9 +98,8 @@ def packed_text(words: int) -> Text:
 
 
 def predicted_against_measured(rows: list[dict]) -> go.Figure:
-    """The time that each part of the GPU would need by itself, beside the time that was measured.
-
-    rows: of data.against_time. The reader's own times are points."""
+    """The time that each part of the GPU would need by itself, beside the measured time. rows: of data.against_time;
+    the reader's own times are points."""
     parts = [(row["version"], bound, ms) for row in rows for bound, ms in row["predicted_ms"].items()]
     shown = [{"version": version, "of": f"predicted for an H100: {bound}", "ms": ms} for version, bound, ms in parts]
     shown += [row | {"of": "measured", "ms": row["measured_ms"]} for row in rows if row["measured_ms"]]
@@ -169,9 +160,8 @@ def _touched(trace: Trace, name: str, way: str, touches: dict, size: int, most: 
         text = "all" if len(who) == everyone > 1 else _numbers(who, 3 if size == 1 else 5)
         cells.append(_Cell(_colour(who), text, said, framed=way != "read"))
     labels = [_coordinates(array, first * size) for first in range(start, start + shown, across)]
-    if size > 1:
-        return _Panel(caption, cells, across, labels, 19, width=ACROSS_WIDE)
-    return _Panel(caption, cells, across, labels, 24)
+    height, width = (24, ACROSS) if size == 1 else (19, ACROSS_WIDE)
+    return _Panel(caption, cells, across, labels, height, width=width)
 
 
 def _lanes(trace: Trace, index: int, text: Mapping[str, Text]) -> _Panel:
@@ -232,8 +222,6 @@ def _state(trace: Trace, index: int, name: str, size: int, text: Text | None) ->
 
 
 def _step_panels(trace: Trace, step: int, page: int, text: Mapping[str, Text]) -> list[_Panel]:
-    if not 0 <= step < len(trace):
-        raise InputError(f"step is {step!r}; this trace has steps 0 to {len(trace) - 1}")
     return [_lanes(trace, step, text), *(_state(trace, step, name, page, text.get(name)) for name in _names(trace))]
 
 
@@ -256,11 +244,9 @@ def _stacked(panels: list[_Panel], colours: Iterable[str], title: str, above: in
     figure.update_yaxes(showgrid=False, zeroline=False, tickfont={"size": 10})
     figure.update_annotations(font_size=13, x=0, xanchor="left")
     _fill(figure, panels, colours)
-    height = whole + above + 16
+    height, margin = whole + above + 16, {"t": above, "b": 16, "l": 80, "r": 16}
     place = {"y": 1 - 28 / height, "yref": "container", "yanchor": "top"}
-    return plots.styled(figure, title, height).update_layout(
-        margin={"t": above, "b": 16, "l": 80, "r": 16}, title=place
-    )
+    return plots.styled(figure, title, height).update_layout(margin=margin, title=place)
 
 
 def _fill(figure: go.Figure, panels: list[_Panel], colours: Iterable[str]) -> None:
@@ -303,10 +289,8 @@ def _touches(steps: Iterable[Step], name: str, way: str, size: int) -> dict[int,
 
 
 def _page(trace: Trace, index: int, name: str, size: int, across: int) -> tuple[int, int]:
-    """(first element, number of elements) of the page of an array that was touched last, up to and with a step.
-
-    The number is the same for every step, so that the figure keeps its height when a slider moves.
-    """
+    """(first element, number of elements) of the page of an array that was touched last, up to and with a step. The
+    number is the same for every step, so that the figure keeps its height."""
     places, _, steps, _ = trace.touches[name]
     size = max(across, size - size % across)
     if trace.fault and trace.fault.array == name and trace.fault.element in range(trace.size(name)):
@@ -365,8 +349,7 @@ def _numbers(who: set[int], room: int) -> str:
 
 
 def _across(array) -> int:
-    """Return how many cells a line has: a short last dimension stays in one piece, so that a line is a whole tile or
-    row."""
+    """Return how many cells a line has: a short last dimension stays in one piece, as a whole tile or row."""
     last = array.shape[-1] if len(array.shape) > 1 else ACROSS
     return ACROSS if last > ACROSS else last if last >= ACROSS // 4 else ACROSS // last * last
 

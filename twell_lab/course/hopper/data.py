@@ -1,8 +1,6 @@
 """What notebook 09 computes of the Hopper kernels: bytes and operations, least times, the versions of the gate kernel,
-the pool; and times of layers, recorded and measured on the reader's GPU. Nothing is drawn.
-
-Rows are those of the "inference" record (twell_lab.bench.forward), each with `where`: "recorded on <device>, <day>", or
-"yours, now, on <device>". The tile that is stepped through is in `tile`."""
+the pool; and times of layers, recorded and measured on the reader's GPU, as rows of the "inference" record, each with
+`where`. The tile that is stepped through is in `tile`."""
 
 from __future__ import annotations
 
@@ -45,11 +43,9 @@ def _rates(device: str, matmul: float, bandwidth: float = H100.memory_bytes_per_
 
 
 def work(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float = 29) -> list[dict]:
-    """The work of a gated layer: operations, bytes from and to memory, bytes through the L2 cache.
-
-    Rows: the dense layer as a whole, then the two steps of the sparse one. Memory counts every array once. The L2
-    counts what the multiprocessors ask for; it is None for a GEMM, whose multiprocessors share tiles.
-    """
+    """The work of a gated layer: operations, bytes from and to memory (every array once), and what multiprocessors ask
+    of the L2, None for a GEMM, in which they share tiles. Rows: the dense layer as a whole, then the two steps of the
+    sparse one."""
     x, weights, row = VALUE * tokens * d_model, VALUE * d_ff * d_model, VALUE * d_model
     words = 4 * tokens * (-(-d_ff // TILE) + nnz)
     touched = min(tokens * nnz, d_ff) * row  # of up, and as much of down
@@ -66,20 +62,12 @@ def work(tokens: int = 16384, d_model: int = 2048, d_ff: int = 5632, nnz: float 
 
 
 def floors(steps: list[dict], reached: Rates) -> list[dict]:
-    """The steps with their floor_ms (the least time of the part of the GPU that needs longest), limit and intensity.
-
-    limit: the name of that part. intensity: operations for each byte of memory.
-    """
+    """The steps with their floor_ms: the least time of the part of the GPU that needs longest."""
     found = []
     for step in steps:
-        times = {"tensor cores": step["operations"] / reached.matmul, "memory": step["memory"] / reached.bandwidth}
-        if step["l2"] is not None:
-            times["L2 cache"] = step["l2"] / reached.l2
-            del times["tensor cores"]  # a warp multiplies in its ordinary units: one row against one token
-        limit = max(times, key=times.__getitem__)
-        found.append(
-            {**step, "floor_ms": 1e3 * times[limit], "limit": limit, "intensity": step["operations"] / step["memory"]}
-        )
+        # A warp multiplies one row with one token in its ordinary units: the L2 bounds that, not the tensor cores.
+        passes = step["operations"] / reached.matmul if step["l2"] is None else step["l2"] / reached.l2
+        found.append(step | {"floor_ms": 1e3 * max(passes, step["memory"] / reached.bandwidth)})
     return found
 
 
@@ -129,10 +117,8 @@ def points(rows: list[dict], nnz: float = 29) -> list[dict]:
 
 
 def pool_table(counts: list[int]) -> list[dict]:
-    """Where the values of a group of rows lie in one tile. counts: how many values each row keeps there.
-
-    Rows: row, count, words (values in the tile's own words), excess, start and end of the excess in the pool, lost.
-    """
+    """Where the values of a group of rows lie in one tile, by how many each keeps: row, count, words (values in the
+    tile's own words), excess, start and end of the excess in the pool, lost."""
     rows, start = [], 0
     for i, count in enumerate(counts):
         excess = max(0, count - SLOTS)
@@ -153,10 +139,7 @@ def recorded(device: str = "H100") -> list[dict]:
 
 
 def yours(nnzs: Iterable[float] = (8, 29, 120), tokens: int = 16384) -> list[dict]:
-    """Rows as in the record, checked and then timed on this machine's GPU in its own 16-bit type.
-
-    [] without a GPU, and, with a printed reason, if the GPU cannot do it.
-    """
+    """Rows as in the record, checked and timed on this machine's GPU in its 16-bit type, as of `timed_here`."""
     from ...bench import forward
 
     case = lambda nnz: forward.Case(tokens, nnz, d_model=D_MODEL, d_ff=D_FF, dtype=dtype_for("cuda"))
@@ -191,9 +174,8 @@ def estimate(nnz: float, tokens: int = 16384) -> tuple[float, float]:
 
 
 def cells(rows: list[dict]) -> list[dict]:
-    """The cells of the map: tokens, nnz, path (without its hot size), x, choice, where.
-
-    x: times as fast as the dense layer run the same way. For up to FEW tokens the times are those of graph replays."""
+    """The cells of the map: tokens, nnz, path (without its hot size), choice, where, and x, times as fast as the dense
+    layer run the same way, for up to FEW tokens by graph replays."""
     found = []
     for row in select(rows, workload=LOGNORMAL, d_model=D_MODEL, d_ff=D_FF):
         path = row["path"].removesuffix(GRAPH).rstrip(" 0123456789")

@@ -1,6 +1,4 @@
-"""Figures of notebook 09, each a function of rows and numbers; in the style of `plots`.
-
-Colour is never the only sign."""
+"""Figures of notebook 09, functions of rows and numbers; in the style of `plots`. Colour is never the only sign."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def parts(found: list[dict], own: list[dict] = ()) -> go.Figure:
 
 
 def against_nnz(rows: list[dict], tokens: int = 16384) -> go.Figure:
-    """Recorded milliseconds over the mean nnz, with the floor of the dense layer and the estimate of TwELL as lines.
-
-    rows: `data.recorded`."""
+    """Recorded milliseconds (`data.recorded`) over nnz, with the floor of the dense layer and the estimate of TwELL."""
     figure, found = go.Figure(), by_nnz(rows, tokens)
     ends = [row["nnz"] for row in found]
     span = [min(ends) * (max(ends) / min(ends)) ** (i / 60) for i in range(61)] if found else []
@@ -85,25 +81,28 @@ def against_nnz(rows: list[dict], tokens: int = 16384) -> go.Figure:
 
 
 def loss_map(cells: list[dict]) -> go.Figure:
-    """Times as fast as dense for each path, nnz and number of tokens: blue is faster, orange slower.
-
-    cells: `data.cells`. A column is a workload; columns are grouped by the number of tokens at once."""
+    """Times as fast as dense (`data.cells`) for each path and workload, a column, grouped by tokens: blue wins, orange
+    loses."""
     figure = go.Figure()
     order = [path for path in reversed(NAMES) if any(cell["path"] == path for cell in cells)]
     places, labels, first = [], [], 0.0  # of the columns, from left to right, with a gap after each number of tokens
     for count, here in groups(sorted(cells, key=lambda cell: cell["tokens"]), "tokens").items():
-        columns = _columns(here)
-        z, text, hover = ([[empty] * len(columns) for _ in order] for empty in (None, "", ""))
+        nnzs: list[float] = []  # of each workload: a drawn one only comes near the mean asked for
+        for nnz in sorted(cell["nnz"] for cell in here):
+            if not nnzs or nnz > 1.15 * nnzs[-1]:
+                nnzs.append(nnz)
+        z, text, hover = ([[empty] * len(nnzs) for _ in order] for empty in (None, "", ""))
         for cell in here:
-            line, (place, _) = order.index(cell["path"]), min(columns, key=lambda at: abs(at[1] - cell["nnz"]))
+            line, nearest = order.index(cell["path"]), min(nnzs, key=lambda nnz: abs(nnz - cell["nnz"]))
+            place = nnzs.index(nearest)
             z[line][place], text[line][place] = max(-1.0, min(1.0, math.log2(cell["x"]))), f"{cell['x']:.2f}"
             takes = f", takes {cell['choice']}" if cell["choice"] else ""
             hover[line][place] = f"{NAMES[cell['path']]}, nnz {cell['nnz']:.0f}: {cell['x']:.2f}x{takes}"
         figure.add_heatmap(x0=first, dx=1, y=[NAMES[path] for path in order], z=z, text=text, hovertext=hover)
-        say(figure, first + (len(columns) - 1) / 2, 1, f"{count:,}", yref="paper", yanchor="bottom")
-        places += [first + place for place, _ in columns]
-        labels += [f"{nnz:.0f}" for _, nnz in columns]
-        first += len(columns) + 0.4
+        say(figure, first + (len(nnzs) - 1) / 2, 1, f"{count:,}", yref="paper", yanchor="bottom")
+        places += [first + place for place in range(len(nnzs))]
+        labels += [f"{nnz:.0f}" for nnz in nnzs]
+        first += len(nnzs) + 0.4
     colours = [[0, "#EE9A66"], [0.45, "#F9E2D2"], [0.5, "#FFFFFF"], [0.55, "#D5E6F2"], [1, "#5FA8D3"]]
     figure.update_traces(zmin=-1, zmax=1, colorscale=colours, showscale=False, showlegend=False, hoverongaps=False)
     figure.update_traces(texttemplate="%{text}", textfont={"size": 10, "color": plots.INK}, hoverinfo="text")
@@ -117,22 +116,11 @@ def loss_map(cells: list[dict]) -> go.Figure:
     return figure.update_layout(margin_l=120).update_annotations(font_size=11)
 
 
-def _columns(cells: list[dict]) -> list[tuple[int, float]]:
-    """The (number, nnz) of each workload of these cells: a drawn one only comes near the mean asked for."""
-    nnzs: list[float] = []
-    for nnz in sorted(cell["nnz"] for cell in cells):
-        if not nnzs or nnz > 1.15 * nnzs[-1]:
-            nnzs.append(nnz)
-    return [*enumerate(nnzs)]
-
-
 # ---- the gate kernel beside its floor ----
 
 
 def roofline(points: list[dict], gpu: dict) -> go.Figure:
-    """Operations a second over operations a byte of memory, under the peaks of a datasheet.
-
-    points: `data.points`; gpu: an entry of data/gpus.json."""
+    """Operations a second over operations a byte (`data.points`) under the peaks of a GPU of data/gpus.json."""
     title = "Roofline: no kernel gets above the slope (memory) or the flat roof (tensor cores)"
     if not points:
         return finish(go.Figure(), title)
@@ -159,9 +147,8 @@ def roofline(points: list[dict], gpu: dict) -> go.Figure:
 
 
 def versions(found: list[dict], floor_ms: float) -> go.Figure:
-    """The gate, packed, by each version, beside the least time that the tensor cores allow. found: `data.versions`.
-
-    floor_ms: drawn as a line."""
+    """The gate, packed, by each version (`data.versions`), beside the least time that the tensor cores allow, a
+    line."""
     name = lambda row: VERSIONS.get(row["path"], row["path"])
     colour = {"gate GEMM (torch)": plots.GREY, "sm90 gate_pack v3": plots.BLUE}
     looks = {None: {"marker": {"color": [colour.get(row["path"], plots.SKY) for row in found]}}}

@@ -1,8 +1,5 @@
-"""What a tile goes through in kernels/sm90_gate_pack.cu, computed: who holds which sum, which rows overflow, and when
-the warpgroups work.
-
-Nothing is drawn. The layout of the sums is that of the PTX ISA (wgmma.mma_async, accumulators of m64nNk16).
-"""
+"""What a tile goes through in kernels/sm90_gate_pack.cu, computed: who holds which sum (by the PTX ISA:
+wgmma.mma_async, accumulators of m64nNk16), which rows overflow, and when the warpgroups work."""
 
 from __future__ import annotations
 
@@ -35,9 +32,8 @@ def sums() -> tuple[Tensor, Tensor, Tensor]:
 
 def overflow(counts: list[int], dtype: torch.dtype, d_model: int = 64) -> tuple[list[int], float]:
     """(the rows listed as lost, the error of the others against float64, relative) of the kernels that read words and
-    pool, in the simulator, on 16 drawn rows of one tile.
-
-    counts: how many values each row keeps. Raises StackError without a C++ compiler."""
+    pool, in the simulator, on 16 drawn rows of one tile. counts: of values that each row keeps. StackError without a
+    C++ compiler."""
     gate = -torch.rand(POOL_ROWS, TILE)
     for row, count in enumerate(counts):
         gate[row, torch.randperm(TILE)[:count]] = torch.rand(count) + 0.01

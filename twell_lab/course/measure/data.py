@@ -1,5 +1,4 @@
-"""Measurements that the first notebooks make, on a CPU and on a GPU: nothing is drawn. Times are in milliseconds; a
-`clock` result maps names to samples."""
+"""What the first notebooks measure, on a CPU and on a GPU, in milliseconds; a `clock` result maps names to samples."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ...bench.comparison import quantile
 from ...ops import clock as clocks
-from ..recorded import LOGNORMAL, newest
+from ..recorded import LOGNORMAL, ms, newest
 
 Samples = dict[str, list[float]]
 
@@ -42,25 +41,16 @@ def compare(samples: Samples, name: str, base: str) -> str:
 
 
 def as_fast(samples: Samples, name: str, base: str) -> str:
-    """Return how many times as fast as `base` a call is, as text: "2.24x (2.10 to 2.41)".
-
-    By the medians; in brackets by its slower quartile and the base's faster one, and the other way around."""
+    """Return how many times as fast as `base` a call is, by medians, and in brackets from its slower quartile and the
+    base's faster one to the other way around: "2.24x (2.10 to 2.41)"."""
     x, low, high = ratios(samples[name], samples[base])
     return f"{x:.3g}x ({low:.3g} to {high:.3g})"
 
 
 def ratios(new: list[float], old: list[float]) -> tuple[float, float, float]:
-    """Old over new: of the medians, and from quartile to quartile. Above 1 at its lowest: new is faster, and the middle
-    halves of the samples lie apart."""
+    """Old over new: of the medians, and from quartile to quartile; the lowest is above 1 where new is surely faster."""
     middle, low, high = (quantile(old, 1 - share) / quantile(new, share) for share in (0.5, 0.75, 0.25))
     return middle, low, high
-
-
-def ms(value: float) -> str:
-    """A time as text, in the unit that suits it."""
-    if value < 0.1:
-        return f"{1000 * value:.3g} us"
-    return f"{value:.3g} ms" if value < 1000 else f"{value / 1000:.3g} s"
 
 
 # ---- right and wrong results ----
@@ -92,9 +82,8 @@ def recorded(kind: str) -> list[dict]:
 
 
 def recorded_calls(d_model: int, d_ff: int, nnz: float) -> list[dict]:
-    """Return rows of the inference record, from few tokens to many: layers of this size on the TwELL path of a GPU,
-    about this mean nnz. `ms` and `dense_ms` are the GPU's time; `wall_ms` and `dense_wall_ms` that of plain calls. Each
-    has `where`."""
+    """Return recorded rows, by tokens, of layers of this size on a GPU's TwELL path, about this nnz: `ms` and
+    `dense_ms` are the GPU's time; `wall_ms` and `dense_wall_ms` that of plain calls."""
     sizes = {"kind": "inference", "path": "forced twell", "d_model": d_model, "d_ff": d_ff, "workload": LOGNORMAL}
     wanted = lambda row: {**row, **sizes} == row and 0.8 * nnz < row["nnz"] < 1.25 * nnz
     return sorted(newest("inference", "", wanted), key=lambda row: row["tokens"])

@@ -20,9 +20,8 @@ def bars(
     shown: str = "median; whiskers hold the middle half",
 ) -> go.Figure:
     """Draw the median time of each call as a bar, with whiskers that span the middle half of its samples, if several.
-
-    samples: name -> milliseconds; base: the name that the others are compared with, drawn grey; shown: what the axis
-    says of the bars, where single readings stand beside medians."""
+    samples: name -> milliseconds; base: the name the others are compared with, grey; shown: what the axis says of the
+    bars."""
     rows = []
     for name, values in samples.items():
         (middle, _), ordered = quartiles(values), sorted(values)
@@ -48,9 +47,8 @@ def bars(
 
 
 def against_density(rows: list[dict], title: str) -> go.Figure:
-    """Draw how many times as fast as dense each format is, over the density of the matrix; recorded lines are dotted.
-
-    rows: of `data.against_density` and `data.recorded`, each with `where`."""
+    """Draw how many times as fast as dense each format is, by density. rows: of `data.against_density` and
+    `data.recorded` (dotted), each with `where`."""
     shown = sorted((row for row in rows if row["path"] != "dense"), key=lambda row: row["density"])
     name = lambda row: f"{row['path']}, {row['where']}"
     said = lambda row: f"{name(row)}: {row['density']:.2%} stored: {row['x_dense']:.2f}x of {row['dense_ms']:.3g} ms"

@@ -14,10 +14,8 @@ TILES = (32, 64, 128, 256, 512)
 class TileExplorer(Drawn):
     """Sliders for row, tile and words, above the row that they draw (figures.tile_view).
 
-    gate: [rows, d_ff], before the ReLU. Each slider is an attribute (`.row`, `.part`, `.tile`, `.words`) that code can
-    set; `.figure` is what is drawn. If a new value does not fit another slider's (more words than columns, a tile
-    beyond the row's last), that slider moves too.
-    """
+    gate: [rows, d_ff], before the ReLU. Each slider is an attribute (`.row`, `.part`, `.tile`, `.words`). A value that
+    does not fit another slider's (more words than columns, a tile beyond the row's last) moves that one too."""
 
     def __init__(self, gate: Tensor, *, tile: int = TILE, words: int = WORDS, row: int = 0, part: int = 0) -> None:
         self.gate = gate.detach().cpu()

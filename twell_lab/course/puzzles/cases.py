@@ -1,16 +1,16 @@
-"""The kernels that readers write: how each is launched, what it has to give, and what would miss the point.
-
-Inputs are multiples of a quarter: every order of adding gives the same sum, so that results are compared bit for bit,
-and a kernel that keeps them in whole numbers is wrong. Where the order matters, products are exact: a GPU that does not
-round them before it adds gives the same bits.
-"""
+"""The kernels that readers write: how each is launched, what it has to give, and what would miss the point. Inputs are
+multiples of a quarter: every order of adding gives the same sum, so that results are compared bit for bit, and a kernel
+that keeps them in whole numbers is wrong. Where the order matters, products are exact: a GPU that does not round them
+before it adds gives the same bits."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +22,36 @@ from ..capstone.cases import sectors_of
 from ..verdicts import UNWRITTEN
 
 
-@dataclass(frozen=True)
+class Out(NamedTuple):
+    """An output of a kernel: what it must hold afterwards. used: the places that count. read: what makes all right ways
+    to fill it alike. before: what it holds until then, if not UNWRITTEN or NaN."""
+
+    wanted: Tensor
+    used: Tensor | None = None
+    read: Callable[[Tensor], Tensor] | None = None
+    before: Tensor | None = None
+
+    def begin(self) -> Tensor:
+        """Return what a launch finds there."""
+        fill = torch.nan if self.wanted.is_floating_point() else UNWRITTEN
+        empty = torch.full(self.wanted.shape, fill, dtype=self.wanted.dtype)
+        return empty if self.before is None else self.before
+
+
 class Case:
-    """One launch. arguments: by name, in the order of the kernel's; wanted: what outputs must hold afterwards.
+    """One launch. said: the sizes, in words. look: the block whose steps are kept. race: what is said of a race on
+    shared memory, if not that a barrier is missing. given: the kernel's arguments by name, in its order, outputs as
+    Out."""
 
-    said: the sizes, in words. look: the block whose steps are kept. used: output -> the places that count (None: all).
-    read: output -> what makes all right ways to fill it alike. race: what is said of a race on shared memory, if not
-    that a barrier is missing.
-    """
-
-    said: str
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
-    arguments: dict[str, Tensor | int]
-    wanted: dict[str, Tensor]
-    look: int = 0
-    used: dict[str, Tensor] = field(default_factory=dict)
-    read: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    race: str = ""
+    def __init__(
+        self, said: str, grid: tuple, block: tuple, look: int = 0, race: str = "", **given: Tensor | int | Out
+    ):
+        self.said, self.grid, self.block, self.look, self.race = said, tuple(grid), block, look, race
+        outs = {name: out for name, out in given.items() if isinstance(out, Out)}
+        self.arguments: dict[str, Tensor | int] = given | {name: out.begin() for name, out in outs.items()}
+        self.wanted = {name: out.wanted for name, out in outs.items()}
+        self.used = {name: out.used for name, out in outs.items() if out.used is not None}
+        self.read = {name: out.read for name, out in outs.items() if out.read}
 
 
 class Seen:
@@ -47,10 +59,6 @@ class Seen:
 
     def __init__(self, run: Run) -> None:
         self.counts, self.trace = run.counts, run.trace
-
-    def elements(self, array: str) -> Counter[int]:
-        """Thread -> how many different elements of an array it read."""
-        return Counter(thread for threads in self.trace.reads(array).values() for thread in threads)
 
     def reads(self, array: str | None = None) -> Counter[int]:
         """Thread -> how many elements of an array it read; None: of all arrays together."""
@@ -61,18 +69,10 @@ class Seen:
                     found[thread] += max(1, step.count) if name and array in (None, name) else 0
         return found
 
-    def places(self, array: str) -> Counter[int]:
-        """Thread -> how many different elements of an array it wrote."""
-        return Counter(thread for threads in self.trace.writes(array).values() for thread in threads)
-
     def sectors(self, array: str) -> int:
         """The sectors that reads of an array touch, instruction by instruction."""
-        size = self.trace.arrays[array].itemsize
-        return sum(
-            len({size * element // SECTOR for element in step.covered})
-            for step in self.trace.touching(array)
-            if step.kind == "read"
-        )
+        size, steps = self.trace.arrays[array].itemsize, self.trace.touching(array)
+        return sum(len({size * element // SECTOR for element in step.covered}) for step in steps if step.kind == "read")
 
     def operations(self) -> list[str]:
         """The warp-wide operations that hand something around, one for each time that a warp comes to one."""
@@ -96,6 +96,11 @@ class Puzzle:
 
 
 PUZZLES: dict[str, Puzzle] = {}  # by the name of the kernel, its file and its exercise
+TILE, WORDS = 64, 8  # of pack_words
+SIDE = 16  # of the tiles in gemm_tile
+STAGE = 32  # rows and columns of a stage of two_stages
+MOST_READS = 16  # of one thread in block_sum: folding 64 values in half six times takes 14
+SPARE = 4  # reads of one entry: the compiler that watches an index may read it twice, and so may a reader
 
 
 def _puzzle(title: str, minutes: int, point: Point, right: str, notebook: str = "06"):
@@ -117,17 +122,9 @@ def _numbers(*shape: int) -> Tensor:
     return drawn
 
 
-def _empty(*shape: int) -> Tensor:
-    return torch.full(shape, torch.nan)
-
-
-def _whole(*shape: int) -> Tensor:
-    return torch.full(shape, UNWRITTEN, dtype=torch.int32)
-
-
-def _busiest(times: Counter[int]) -> tuple[int, int]:
-    """(thread, how often) of the thread with the most accesses; (0, 0) where there are none."""
-    return max(times.items(), key=lambda item: item[1], default=(0, 0))
+def _busiest(threads: Iterable[int]) -> tuple[int, int]:
+    """(thread, how often) of the one that comes up most often; (0, 0) where there is none."""
+    return next(iter(Counter(threads).most_common(1)), (0, 0))
 
 
 def _first(*limits: tuple[bool, str]) -> str | None:
@@ -140,39 +137,30 @@ def _spread(what: str, moved: int, least: int, advice: str) -> tuple[bool, str]:
     return moved > least, f"the loads of {what} touch {moved:,} sectors, and the values lie in {least:,}: {advice}."
 
 
-def _one_place_each(array: str) -> Point:
-    def point(case: Case, seen: Seen) -> str | None:
-        thread, places = _busiest(seen.places(array))
-        stores, warps = seen.counts.global_writes.requests, math.prod(case.grid) * -(-math.prod(case.block) // 32)
-        return _first(
-            (places > 1, f"thread {thread} writes {places} places of {array} by itself; one for each thread is asked."),
-            # In a block whose steps were not kept:
-            (
-                stores > warps,
-                f"{warps} warps store {stores} times; each thread has one place of {array}, to be written once.",
-            ),
-        )
-
-    return point
+def _one_place_each(case: Case, seen: Seen) -> str | None:
+    thread, places = _busiest(chain(*seen.trace.writes("out").values()))
+    stores, warps = seen.counts.global_writes.requests, math.prod(case.grid) * -(-math.prod(case.block) // 32)
+    by_itself = f"thread {thread} writes {places} places of out by itself; one for each thread is asked."
+    elsewhere = f"{warps} warps store {stores} times; each thread has one place of out, to be written once."
+    return _first((places > 1, by_itself), (stores > warps, elsewhere))  # the second: in blocks not looked at
 
 
-@_puzzle("map", 5, _one_place_each("out"), "each of the 32 threads has one value.")
+@_puzzle("map", 5, _one_place_each, "each of the 32 threads has one value.")
 def _map() -> Iterator[Case]:
     x = _numbers(32)
-    yield Case("32 values", (1,), (32,), {"x": x, "out": _empty(32)}, {"out": 2 * x})
+    yield Case("32 values", (1,), (32,), x=x, out=Out(2 * x))
 
 
-@_puzzle("guard", 5, _one_place_each("out"), "threads past the end do nothing, at every size tried.")
+@_puzzle("guard", 5, _one_place_each, "threads past the end do nothing, at every size tried.")
 def _guard() -> Iterator[Case]:
     for n in (37, 64, 100, 1):
         x, blocks = _numbers(n), -(-n // 32)
-        arguments = {"x": x, "out": _empty(n), "n": n}
-        yield Case(f"n = {n}", (blocks,), (32,), arguments, {"out": 2 * x}, look=blocks - 1)
+        yield Case(f"n = {n}", (blocks,), (32,), look=blocks - 1, x=x, out=Out(2 * x), n=n)
 
 
 def _strided(case: Case, seen: Seen) -> str | None:
     n, threads = case.arguments["n"], case.grid[0] * case.block[0]
-    (thread, places), share = _busiest(seen.places("out")), -(-n // threads)
+    (thread, places), share = _busiest(chain(*seen.trace.writes("out").values())), -(-n // threads)
     advice = "neighbouring threads should take neighbouring values, and then all step on by the number of threads"
     return _first(
         (places > share, f"thread {thread} writes {places} places; shared out evenly, none has more than {share}."),
@@ -183,18 +171,16 @@ def _strided(case: Case, seen: Seen) -> str | None:
 @_puzzle("grid-stride", 10, _strided, "any number of threads does any number of values.")
 def _grid_stride() -> Iterator[Case]:
     for n, blocks, threads in ((150, 2, 32), (1000, 3, 64), (777, 1, 32), (5, 2, 32)):
-        x = _numbers(n)
-        said = f"n = {n}, {blocks} blocks of {threads} threads"
-        yield Case(said, (blocks,), (threads,), {"x": x, "out": _empty(n), "n": n}, {"out": 2 * x})
+        x, said = _numbers(n), f"n = {n}, {blocks} blocks of {threads} threads"
+        yield Case(said, (blocks,), (threads,), x=x, out=Out(2 * x), n=n)
 
 
-@_puzzle("2-D indices", 10, _one_place_each("out"), "a thread has a row and a column, and stays within both.")
+@_puzzle("2-D indices", 10, _one_place_each, "a thread has a row and a column, and stays within both.")
 def _add_bias() -> Iterator[Case]:
     for rows, columns in ((6, 40), (4, 32), (9, 7), (1, 65)):
         x, bias, grid = _numbers(rows, columns), _numbers(columns), (-(-columns // 32), -(-rows // 4))
-        arguments = {"x": x, "bias": bias, "out": _empty(rows, columns), "rows": rows, "columns": columns}
-        said, last = f"{rows} rows of {columns}", math.prod(grid) - 1
-        yield Case(said, grid, (32, 4), arguments, {"out": x + bias}, look=last)
+        given = {"x": x, "bias": bias, "out": Out(x + bias), "rows": rows, "columns": columns}
+        yield Case(f"{rows} rows of {columns}", grid, (32, 4), look=math.prod(grid) - 1, **given)
 
 
 def _read_once(case: Case, seen: Seen) -> str | None:
@@ -203,7 +189,7 @@ def _read_once(case: Case, seen: Seen) -> str | None:
     return _first(
         (reads > values, f"{again}: let each thread read its own, and get its neighbours' from shared memory."),
         _spread("x", seen.sectors("x"), 4 * values // SECTOR, "let each thread read its own value"),
-    ) or _one_place_each("out")(case, seen)
+    ) or _one_place_each(case, seen)
 
 
 @_puzzle(
@@ -215,10 +201,7 @@ def _read_once(case: Case, seen: Seen) -> str | None:
 def _neighbours() -> Iterator[Case]:
     x = _numbers(3, 64)
     sums = x + torch.nn.functional.pad(x, (1, 0))[:, :-1] + torch.nn.functional.pad(x, (0, 1))[:, 1:]
-    yield Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3, 64)}, {"out": sums}, look=1)
-
-
-MOST_READS = 16  # of one thread in block_sum: folding 64 values in half six times takes 14
+    yield Case("3 rows of 64", (3,), (64,), look=1, x=x, out=Out(sums))
 
 
 def _folded(case: Case, seen: Seen) -> str | None:
@@ -233,19 +216,17 @@ def _folded(case: Case, seen: Seen) -> str | None:
 @_puzzle("reduction", 15, _folded, "64 values folded by all threads together.")
 def _block_sum() -> Iterator[Case]:
     x = _numbers(3, 64)
-    yield Case("3 rows of 64", (3,), (64,), {"x": x, "out": _empty(3)}, {"out": x.sum(1)}, look=2)
+    yield Case("3 rows of 64", (3,), (64,), look=2, x=x, out=Out(x.sum(1)))
 
 
 def _one_ballot(case: Case, seen: Seen) -> str | None:
-    (thread, reads), used = _busiest(seen.elements("x")), seen.operations()
+    (thread, reads), used = _busiest(chain(*seen.trace.reads("x").values())), seen.operations()
     adds = "the lanes add with atomics, one after the other; a ballot asks all of them at once."
+    other = f"no lane votes: the warp-wide operations are {', '.join(dict.fromkeys(used)) or 'none'}."
     return _first(
         (reads > 1, f"lane {thread} reads {reads} values; one for each lane is asked."),
         (seen.counts.atomics.accesses > 0, adds),
-        (
-            "__ballot_sync" not in used,
-            f"no lane votes: the warp-wide operations are {', '.join(dict.fromkeys(used)) or 'none'}.",
-        ),
+        ("__ballot_sync" not in used, other),
         (len(used) > 1, f"the warp comes to {len(used)} warp-wide operations; one ballot and __popc are enough."),
     )
 
@@ -255,9 +236,8 @@ def _ballot_count() -> Iterator[Case]:
     for width in (27, 32, 1):
         x = torch.randint(-3, 4, (5, width)) / 4
         x[:, 0] = torch.tensor([0.0, 0.25, -0.25, -0.0, 0.5])
-        arguments = {"x": x, "counts": _whole(5), "width": width}
-        wanted = {"counts": (x > 0).sum(1, dtype=torch.int32)}
-        yield Case(f"rows of {width}", (5,), (32,), arguments, wanted, look=4)
+        counts = Out((x > 0).sum(1, dtype=torch.int32))
+        yield Case(f"rows of {width}", (5,), (32,), look=4, x=x, counts=counts, width=width)
 
 
 def _by_shuffles(seen: Seen, distances: str) -> str | None:
@@ -277,8 +257,7 @@ def _five_steps(case: Case, seen: Seen) -> str | None:
 @_puzzle("prefix sum in a warp", 15, _five_steps, "32 running sums in a handful of shuffles.")
 def _prefix_sum() -> Iterator[Case]:
     x = torch.randint(-9, 10, (3, 32), dtype=torch.int32)
-    wanted = {"out": x.cumsum(1, dtype=torch.int32)}
-    yield Case("3 rows of 32", (3,), (32,), {"x": x, "out": _whole(3, 32)}, wanted, look=1)
+    yield Case("3 rows of 32", (3,), (32,), look=1, x=x, out=Out(x.cumsum(1, dtype=torch.int32)))
 
 
 def _along_rows(array: str, rows: list[int], case: Case, seen: Seen) -> str | None:
@@ -297,21 +276,16 @@ def _dot_by_shuffles(case: Case, seen: Seen) -> str | None:
 def _warp_dot() -> Iterator[Case]:
     for rows, width in ((3, 80), (2, 32), (3, 37), (2, 5)):
         x, w = _numbers(rows, width), _numbers(width)
-        arguments = {"x": x, "w": w, "out": _empty(rows), "width": width}
-        yield Case(f"{rows} rows of {width}", (rows,), (32,), arguments, {"out": x @ w}, look=rows - 1)
+        yield Case(f"{rows} rows of {width}", (rows,), (32,), look=rows - 1, x=x, w=w, out=Out(x @ w), width=width)
 
 
 def _sixteen_bytes(case: Case, seen: Seen) -> str | None:
     n = case.arguments["n"]
-    least, limits = -(-n // 128), []
+    least, limits, advice = -(-n // 128), [], "let neighbouring lanes take neighbouring values"
     for what, traffic in (("x", seen.counts.global_reads), ("out, and its stores,", seen.counts.global_writes)):
-        moved = f"the warps need {traffic.requests} load instructions"
-        limits.append(
-            _spread(what, traffic.sectors, -(-4 * n // SECTOR), "let neighbouring lanes take neighbouring values")
-        )
-        limits.append(
-            (traffic.requests > least, f"{moved}; where each lane reads 16 bytes at once, {least} are enough.")
-        )
+        need = f"the warps need {traffic.requests} load instructions"
+        many = f"{need}; where each lane reads 16 bytes at once, {least} are enough."
+        limits += [_spread(what, traffic.sectors, -(-4 * n // SECTOR), advice), (traffic.requests > least, many)]
     return _first(*limits)
 
 
@@ -319,11 +293,7 @@ def _sixteen_bytes(case: Case, seen: Seen) -> str | None:
 def _vector_loads() -> Iterator[Case]:
     for n in (1000, 512, 4):
         x = _numbers(n)
-        arguments = {"x": x, "out": _empty(n), "n": n}
-        yield Case(f"n = {n}", (-(-n // 256),), (64,), arguments, {"out": 2 * x})
-
-
-SPARE = 4  # reads of one entry: the compiler that watches an index may read it twice, and so may a reader
+        yield Case(f"n = {n}", (-(-n // 256),), (64,), x=x, out=Out(2 * x), n=n)
 
 
 def _one_entry_each(array: str, arrays: int) -> Point:
@@ -346,8 +316,8 @@ def _neuron_counts() -> Iterator[Case]:
     for n, neurons in ((300, 40), (64, 3), (1, 5)):
         fired = torch.randint(0, neurons, (n,), dtype=torch.int32)
         wanted = torch.bincount(fired, minlength=neurons).int()
-        arguments = {"fired": fired, "counts": torch.zeros(neurons, dtype=torch.int32), "n": n}
-        yield Case(f"n = {n}, {neurons} neurons", (-(-n // 64),), (64,), arguments, {"counts": wanted})
+        counts = Out(wanted, before=torch.zeros_like(wanted))
+        yield Case(f"n = {n}, {neurons} neurons", (-(-n // 64),), (64,), fired=fired, counts=counts, n=n)
 
 
 def _whole_sectors(case: Case, seen: Seen) -> str | None:
@@ -358,9 +328,8 @@ def _whole_sectors(case: Case, seen: Seen) -> str | None:
 def _gather_rows() -> Iterator[Case]:
     for rows, width in ((6, 80), (3, 32), (4, 37), (3, 150), (2, 6)):
         table, index = _numbers(20, width), torch.randint(0, 20, (rows,), dtype=torch.int32)
-        arguments = {"table": table, "index": index, "out": _empty(rows, width), "width": width}
-        wanted = {"out": table[index.long()]}
-        yield Case(f"{rows} rows of {width}", (rows,), (32,), arguments, wanted, look=rows - 1)
+        given = {"table": table, "index": index, "out": Out(table[index.long()]), "width": width}
+        yield Case(f"{rows} rows of {width}", (rows,), (32,), look=rows - 1, **given)
 
 
 def _gathered_once(case: Case, seen: Seen) -> str | None:
@@ -374,14 +343,9 @@ def _gather_multiply() -> Iterator[Case]:
     for rows, count, width in ((3, 5, 150), (2, 1, 64), (4, 7, 20)):
         table, index = _numbers(20, width), torch.stack([torch.randperm(20)[:count] for _ in range(rows)])
         values = _numbers(rows, count)
-        arguments = {"values": values, "index": index.int(), "table": table, "out": _empty(rows, width)}
-        arguments |= {"count": count, "width": width}
-        wanted = {"out": (values[..., None] * table[index]).sum(1)}
-        said = f"{rows} rows of {count} values, and {width} columns"
-        yield Case(said, (rows,), (64,), arguments, wanted, look=rows - 1)
-
-
-TILE, WORDS = 64, 8  # of pack_words
+        out = Out((values[..., None] * table[index]).sum(1))
+        given = {"values": values, "index": index.int(), "table": table, "out": out, "count": count, "width": width}
+        yield Case(f"{rows} rows of {count} values, and {width} columns", (rows,), (64,), look=rows - 1, **given)
 
 
 def _votes(case: Case, seen: Seen) -> str | None:
@@ -390,7 +354,7 @@ def _votes(case: Case, seen: Seen) -> str | None:
 
 
 def _packed_by_all(case: Case, seen: Seen) -> str | None:
-    thread, reads = _busiest(seen.elements("gate"))
+    thread, reads = _busiest(chain(*seen.trace.reads("gate").values()))
     many = f"lane {thread} reads {reads} of the {TILE} columns; {TILE // 32} for each lane are enough."
     return many if reads > TILE // 32 else _votes(case, seen)
 
@@ -409,25 +373,19 @@ def _pack_words() -> Iterator[Case]:
     gate[0, 3], gate[0, 40], gate[6] = -0.0, 0.0, gate[6].where(gate[6] <= 0, torch.nan)  # five NaN fire too
     gate = gate.to(torch.bfloat16)
     stored = TwELL.from_gate(gate, TILE, WORDS)
-    wanted = stored.packed[:, 0].int()
-    used = torch.arange(WORDS) <= stored.counts
-    arguments = {"gate": gate.view(torch.int16), "packed": _whole(len(firing), WORDS)}
+    packed = Out(stored.packed[:, 0].int(), torch.arange(WORDS) <= stored.counts)
     said = f"{len(firing)} tiles in which {', '.join(map(str, firing))} values fire"
-    yield Case(said, (len(firing),), (32,), arguments, {"packed": wanted}, look=3, used={"packed": used})
-
-
-SIDE = 16  # of the tiles in gemm_tile
+    yield Case(said, (len(firing),), (32,), look=3, gate=gate.view(torch.int16), packed=packed)
 
 
 def _shared_tiles(case: Case, seen: Seen) -> str | None:
     values, limits = SIDE * case.arguments["depth"], []
     for array in ("a", "b"):
         reads = sum(seen.reads(array).values())
-        again = (
-            f"a block reads {array} {reads:,} times for {values:,} different values, each {reads / values:.3g} times"
-        )
-        limits.append((reads > values, f"{again}: let each thread bring one value of each tile to shared memory."))
-        limits.append(_spread(array, seen.sectors(array), 4 * values // SECTOR, "let threads read along a row"))
+        often = f"{reads:,} times for {values:,} different values, each {reads / values:.3g} times"
+        again = f"a block reads {array} {often}: let each thread bring one value of each tile to shared memory."
+        spread = _spread(array, seen.sectors(array), 4 * values // SECTOR, "let threads read along a row")
+        limits += [(reads > values, again), spread]
     return _first(*limits)
 
 
@@ -435,9 +393,8 @@ def _shared_tiles(case: Case, seen: Seen) -> str | None:
 def _gemm_tile() -> Iterator[Case]:
     for rows, columns, depth in ((32, 48, 64), (16, 16, 16)):
         a, b = _numbers(rows, depth), _numbers(depth, columns)
-        arguments = {"a": a, "b": b, "c": _empty(rows, columns), "columns": columns, "depth": depth}
-        said = f"{rows} x {depth} times {depth} x {columns}"
-        yield Case(said, (columns // SIDE, rows // SIDE), (SIDE, SIDE), arguments, {"c": a @ b})
+        said, grid = f"{rows} x {depth} times {depth} x {columns}", (columns // SIDE, rows // SIDE)
+        yield Case(said, grid, (SIDE, SIDE), a=a, b=b, c=Out(a @ b), columns=columns, depth=depth)
 
 
 # ---- notebook 08: bfloat16, and what twell.cuh has ----
@@ -465,9 +422,10 @@ def _tile_counts() -> Iterator[Case]:
     for rows, columns, share in ((4, 1024, 0.1), (3, 600, 0.5), (1, 24, 1.0)):
         gate = _drawn(rows, columns, share)
         want = TwELL.from_gate(gate).counts.int()
-        arguments = {"gate": gate, "counts": _whole(*want.shape), "columns": columns}
         last = want.shape[1] - 1  # of a row: the narrow one
-        yield Case(f"{columns} columns", want.shape[::-1], (32,), arguments, {"counts": want}, look=last)
+        yield Case(
+            f"{columns} columns", want.shape[::-1], (32,), look=last, gate=gate, counts=Out(want), columns=columns
+        )
 
 
 def _two_loads(case: Case, seen: Seen) -> str | None:
@@ -489,10 +447,9 @@ def _unpack() -> Iterator[Case]:
         gate[TwELL.from_gate(gate).overflow_rows] = -1.0  # they would need the tail, which the kernel does not get
         form = TwELL.from_gate(gate)
         words = torch.where(torch.arange(32) > form.counts[..., None], 7 << 16 | 3, form.packed)  # past it anything
-        arguments = {"packed": words.int(), "out": torch.zeros_like(gate), "columns": columns}
-        grid, wanted = form.counts.shape[::-1], {"out": torch.where(gate <= 0, 0, gate).nan_to_num(9.0)}
-        read = {"out": lambda out: out.nan_to_num(9.0)}
-        yield Case(f"{columns} columns", tuple(grid), (32,), arguments, wanted, read=read)
+        filled = lambda out: out.nan_to_num(9.0)
+        out = Out(filled(torch.where(gate <= 0, 0, gate)), read=filled, before=torch.zeros_like(gate))
+        yield Case(f"{columns} columns", form.counts.shape[::-1], (32,), packed=words.int(), out=out, columns=columns)
 
 
 _ROWS = "thread 0 adds up when all four warps have written, and each sector is still touched once."
@@ -502,33 +459,25 @@ _ROWS = "thread 0 adds up when all four warps have written, and each sector is s
 def _row_counts() -> Iterator[Case]:
     for rows, columns, share in ((3, 1024, 0.3), (2, 600, 0.9), (1, 40, 1.0)):
         gate = _drawn(rows, columns, share)
-        arguments, wanted = {"gate": gate, "counts": _whole(rows), "columns": columns}, (~(gate <= 0)).sum(1).int()
-        yield Case(f"{columns} columns", (rows,), (128,), arguments, {"counts": wanted})
+        counts = Out((~(gate <= 0)).sum(1).int())
+        yield Case(f"{columns} columns", (rows,), (128,), gate=gate, counts=counts, columns=columns)
 
 
 # ---- notebook 09 ----
-
-STAGE = 32  # rows and columns of a stage of two_stages
 
 
 def _own_barriers(case: Case, seen: Seen) -> str | None:
     (blocks,), (threads,), depth = case.grid, case.block, case.arguments["depth"]
     late = min((thread for lanes in seen.trace.reads("x").values() for thread in lanes if thread >= 32), default=None)
     own = [len(seen.trace.reads(name)) for name in seen.trace.arrays if name not in case.arguments]
+    meet = "all threads meet at a __syncthreads: while one warp adds, the other has to be able to copy."
+    both = f"thread {late} reads x itself; warp 0 alone copies, and warp 1 adds what lies in shared memory."
+    alone = "one stage alone is used: while it is read, nothing can be copied."
     return _first(
-        (
-            seen.counts.barriers > blocks * threads // 32,
-            "all threads meet at a __syncthreads: while one warp adds, the other has to be able to copy.",
-        ),
-        (
-            late is not None,
-            f"thread {late} reads x itself; warp 0 alone copies, and warp 1 adds what lies in shared memory.",
-        ),
+        (seen.counts.barriers > blocks * threads // 32, meet),
+        (late is not None, both),
         _spread("x", seen.sectors("x"), 4 * STAGE * depth // SECTOR, "let lanes copy along a row"),
-        (
-            depth > STAGE and max(own, default=0) < 2 * STAGE**2,
-            "one stage alone is used: while it is read, nothing can be copied.",
-        ),
+        (depth > STAGE and max(own, default=0) < 2 * STAGE**2, alone),
     )
 
 
@@ -536,8 +485,7 @@ def _own_barriers(case: Case, seen: Seen) -> str | None:
 def _two_stages() -> Iterator[Case]:
     for rows, depth in ((64, 160), (32, 32), (32, 64)):
         x, race = _numbers(rows, depth), "Who uses a stage has to wait until the others have arrived at its barrier."
-        said, arguments = f"{rows} rows of {depth}", {"x": x, "out": _empty(rows), "depth": depth}
-        yield Case(said, (rows // STAGE,), (64,), arguments, {"out": x.sum(1)}, race=race)
+        yield Case(f"{rows} rows of {depth}", (rows // STAGE,), (64,), race=race, x=x, out=Out(x.sum(1)), depth=depth)
 
 
 @_puzzle("an epilogue that packs", 20, _votes, "the words leave the chip, and the sums never do.", "09")
@@ -550,9 +498,8 @@ def _gemm_pack() -> Iterator[Case]:
         form = TwELL.from_gate((a @ b).bfloat16(), 32, WORDS)
         counts, word = form.counts.reshape(-1, 1), torch.arange(WORDS)
         used = (word <= counts) & ((counts < 32) | (word == 0))  # the bits of a NaN are not said
-        arguments = {"a": a, "b": b, "packed": _whole(len(counts), WORDS), "columns": columns, "depth": depth}
-        said, wanted = f"{rows} x {depth} times {depth} x {columns}", {"packed": form.packed.reshape(-1, WORDS).int()}
-        yield Case(said, (columns // 32, rows // 8), (32, 8), arguments, wanted, used={"packed": used})
+        said, packed = f"{rows} x {depth} times {depth} x {columns}", Out(form.packed.reshape(-1, WORDS).int(), used)
+        yield Case(said, (columns // 32, rows // 8), (32, 8), a=a, b=b, packed=packed, columns=columns, depth=depth)
 
 
 # ---- notebook 11 ----
@@ -566,11 +513,10 @@ def _neuron_lists() -> Iterator[Case]:
         token, neuron = (each.int() for each in fired.nonzero(as_tuple=True))
         owner, by_neuron = fired.T.nonzero(as_tuple=True)
         counts, n = fired.sum(0), len(token)
-        arguments = {"token": token, "neuron": neuron, "starts": (counts.cumsum(0) - counts).int()}
-        arguments |= {"cursor": torch.zeros(d_ff, dtype=torch.int32), "lists": _whole(n), "n": n}
         order = lambda lists, first=owner << 40: (first + lists).sort()[0] - first  # each list by itself
-        said, wanted = f"n = {n}, {d_ff} neurons", {"lists": by_neuron.int()}
-        yield Case(said, (-(-n // 64),), (64,), arguments, wanted, read={"lists": order})
+        given = {"token": token, "neuron": neuron, "starts": (counts.cumsum(0) - counts).int()}
+        given |= {"cursor": torch.zeros(d_ff, dtype=torch.int32), "lists": Out(by_neuron.int(), read=order), "n": n}
+        yield Case(f"n = {n}, {d_ff} neurons", (-(-n // 64),), (64,), **given)
 
 
 def _in_order(case: Case, seen: Seen) -> str | None:
@@ -592,6 +538,5 @@ def _up_gradient() -> Iterator[Case]:
         for neuron in range(d_ff):
             for k in range(int(starts[neuron]), int(starts[neuron + 1])):
                 wanted[neuron] += du[k] * x[lists[k]]
-        arguments = {"starts": starts.int(), "lists": lists.int(), "du": du, "x": x, "dup": _empty(d_ff, d_model)}
-        said = f"{tokens} tokens, {d_ff} neurons, d_model {d_model}"
-        yield Case(said, (d_ff,), (64,), arguments | {"d_model": d_model}, {"dup": wanted}, look=2)
+        given = {"starts": starts.int(), "lists": lists.int(), "du": du, "x": x, "dup": Out(wanted), "d_model": d_model}
+        yield Case(f"{tokens} tokens, {d_ff} neurons, d_model {d_model}", (d_ff,), (64,), look=2, **given)

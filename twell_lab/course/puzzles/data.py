@@ -15,7 +15,7 @@ from ... import core, simulator
 from ...core import CompileError, DeviceError, InputError, StackError
 from ...simulator import Fault, Trace, faults
 from ..capstone.gpu import Kernel
-from ..verdicts import UNWRITTEN, NotYet, added_to, coming, not_met
+from ..verdicts import UNWRITTEN, NotYet, coming, not_met
 from .cases import PUZZLES, Case, Seen
 from .slips import likely
 
@@ -26,15 +26,11 @@ SECONDS = 20.0  # a launch may take: a loop that never ends is stopped
 
 
 def judge(name: str, file: str | Path) -> str:
-    """Return what is said of the kernel in a file if it solves a puzzle; NotYet, with a reason, if it does not.
-
-    name: one of PUZZLES; raises InputError for another.
-    """
-    puzzle = PUZZLES.get(name)
-    if puzzle is None:
-        raise InputError(f"no puzzle is called {name!r:.40}; there are {', '.join(PUZZLES)}")
+    """Return what is said of the kernel in a file if it solves one of PUZZLES; NotYet, with a reason, if not."""
+    puzzle = PUZZLES[name]
     cases = puzzle.cases()
-    originals = [{key: given.clone() for key, given in case.arguments.items() if _is(given)} for case in cases]
+    tensors = [{key: each for key, each in case.arguments.items() if isinstance(each, Tensor)} for case in cases]
+    originals = [{key: tensor.clone() for key, tensor in given.items()} for given in tensors]
     try:
         program = simulator.compile(Path(file), MACROS)
         text = program.sources[program.file]
@@ -114,10 +110,8 @@ def trace_of(name: str, file: str | Path) -> Trace | None:
 
 
 def standing(folder: str | Path) -> str:
-    """Three lines on the kernels in a folder: which of notebook 06 are solved, which are not, and what comes next.
-
-    Every file is judged anew, so the lines hold after a restart too.
-    """
+    """Three lines on the kernels in a folder, judged anew: how many of notebook 06 are solved, which are not, what is
+    next."""
     left, every = [], [(name, puzzle) for name, puzzle in PUZZLES.items() if puzzle.notebook == "06"]
     for number, (name, puzzle) in enumerate(every, 1):
         try:
@@ -156,7 +150,7 @@ def in_words(fault: Fault, case: Case, has_barriers: bool = False) -> str:
     verb = "wrote" if " writes " in first else "read"
     if isinstance(fault, faults.OutOfBounds) and fault.array and fault.element is not None:
         given = case.arguments.get(fault.array)
-        if _is(given):
+        if isinstance(given, Tensor):
             return f"{thread} {verb} {place}, out of bounds: there are {given.numel()}.{where}"
     if isinstance(fault, faults.GlobalRace) and fault.array:
         atomics = (fault.kernel, fault.array) in (("neuron_counts", "counts"), ("neuron_lists", "cursor"))
@@ -203,8 +197,11 @@ def _thread(thread: int | None, block: int | None, case: Case) -> str:
 def _added(case: Case, before: Mapping[str, Tensor], trace: Trace) -> str | None:
     """The first output that holds no zeros before the launch, and of which the kernel uses what it holds; else None."""
     for name in set(case.wanted) & set(trace.arrays):
-        if before[name].ne(0).all() and added_to(trace, name):
-            return name
+        written: set[int] = set()
+        for step in trace.touching(name) if before[name].ne(0).all() else ():
+            if step.kind != "write" and not written.issuperset(step.covered):
+                return name
+            written.update(step.covered)
     return None
 
 
@@ -230,11 +227,10 @@ def _wrong(puzzle: str, case: Case, got: Mapping[str, Tensor], before: Mapping[s
             return f"your kernel writes nothing to {name} yet."
         at = differs.nonzero()[0].tolist()
         place, value, wanted = name + "".join(f"[{i}]" for i in at), mine[tuple(at)].item(), want[tuple(at)].item()
+        off = f"{place} should be {_shown(wanted)}; yours is {_shown(value, beside=wanted)}."
         if value != value or value == UNWRITTEN:
-            value_said = f"{place} was never written; it should be {_shown(wanted)}."
-        else:
-            value_said = f"{place} should be {_shown(wanted)}; yours is {_shown(value, beside=wanted)}."
-        return value_said + likely(puzzle, case, name, mine, code)
+            off = f"{place} was never written; it should be {_shown(wanted)}."
+        return off + likely(puzzle, case, name, mine, code)
     return None
 
 
@@ -243,7 +239,3 @@ def _shown(value: float, beside: float = 0) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return f"{value}" if max(abs(value), abs(beside)) < 2**16 else f"0x{value % 2**32:08x}"
-
-
-def _is(given) -> bool:
-    return isinstance(given, Tensor)

@@ -1,7 +1,5 @@
-"""The puzzles' pictures: who touches what, in the course's answer and in the reader's kernel.
-
-Colour is never the only sign: each cell names its thread, and what is written has a frame.
-"""
+"""The puzzles' pictures: who touches what, in the course's answer and in the reader's kernel. Colour is never the only
+sign: each cell names its thread, and what is written has a frame."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from .cases import PUZZLES
 from .data import answer, trace_of
 
 CELLS = 192  # of one array, at most
-FEWER_CELLS = {"gemm_tile": 64}
 
 
 def asked(name: str) -> go.Figure | None:
@@ -29,11 +26,9 @@ def asked(name: str) -> go.Figure | None:
 
 
 def yours(name: str, file: str | Path, step: bool = False):
-    """Who touches what in the reader's kernel: one block of the puzzle's first launch.
-
-    None, where nothing was touched, nothing can be run, or a fault stopped the launch (the check names it). With `step`
-    a slider through the block's steps (StepExplorer), up to the fault if there is one; None where it makes none.
-    """
+    """Who touches what in the reader's kernel: one block of the puzzle's first launch; None where nothing was touched,
+    nothing can be run, or a fault stopped the launch (the check names it). step: instead a slider through the block's
+    steps (StepExplorer), up to a fault."""
     trace = trace_of(name, file)
     if step and trace:
         from ..first_kernels.widget import StepExplorer  # which needs ipywidgets
@@ -48,7 +43,7 @@ def _drawn(name: str, trace, whose: str) -> go.Figure | None:
     case = PUZZLES[name].cases()[0]
     blocks = case.grid[0] * (case.grid + (1,))[1]
     block = f", block {case.look} (of 0 to {blocks - 1})" if blocks > 1 else ""
-    figure = who_touches_what(trace, cells=FEWER_CELLS.get(name, CELLS))
+    figure = who_touches_what(trace, cells=64 if name == "gemm_tile" else CELLS)
     figure.layout.title.text = f"{whose}: {case.said}{block}<br><sup>{TOUCHED}</sup>"
     # No axis is shown: the template would be half of what is stored.
     return figure.update_layout(template="none", plot_bgcolor="white").update_yaxes(ticks="")

@@ -79,9 +79,8 @@ def _slips() -> dict[str, dict[str, str]]:
 
 
 def likely(puzzle: str, case: Case, output: str, got: Tensor, code: str = "") -> str:
-    """Return the mistake that a wrong output comes from, as a sentence after a blank; "" where none is found.
-
-    code: the kernel's text, "" for none."""
+    """Return the likely mistake behind a wrong output of a kernel with this code, as a sentence after a blank; or
+    ""."""
     want, used = case.wanted[output].double(), case.used.get(output, torch.tensor(True))
     empty = got.isnan() if got.is_floating_point() else got == UNWRITTEN
     got = got.double().where(~empty, torch.nan)

@@ -1,8 +1,7 @@
-"""What small models do with a sentence when more and more of their neurons are cut. All of it is computed when the
-sentence is read (`read`), so that a slider only looks it up (`view`).
-
-A cut of 90% leaves a layer one value in ten over the sentence: a threshold sets the others to zero (CATS, arXiv
-2404.08763). Where a ReLU silences more than that by itself, such a cut changes nothing. Needs no plotly."""
+"""What small models do with a sentence when more and more of their neurons are cut, all of it computed when the
+sentence is read (`read`), so that a slider only looks it up (`view`). A cut of 90% leaves a layer one value in ten over
+the sentence: a threshold sets the others to zero (CATS, arXiv 2404.08763). Where a ReLU silences more by itself, it
+changes nothing. Needs no plotly."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from ...layers.sparse_ffn import SparseFFN
 from ...models.generate import generate
 from ...models.tiny import LanguageModel
 from ...ops import clock as clocks
+from ..recorded import ms  # noqa: F401
 
 CUTS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)
 SENTENCE = "It was late, and the rain fell upon the roof of the old house."
@@ -45,10 +45,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """What one model did with a sentence, at each of CUTS.
-
-    kept: who fires, bool [cuts, tokens, layers, d_ff]. loss: bits a token of the sentence. texts: what it writes after
-    it. row: bytes of a neuron's weights in one matrix. matrices: whose rows a neuron needs once it fires."""
+    """What one model did with a sentence, at each of CUTS. kept: who fires, bool [cuts, tokens, layers, d_ff]. loss:
+    bits a token. texts: what it writes after it. row: bytes of a neuron's weights in one matrix. matrices: whose rows a
+    neuron needs once it fires."""
 
     kept: np.ndarray
     loss: list[float]
@@ -59,9 +58,8 @@ class Read:
 
 @dataclass(frozen=True, eq=False)
 class Sentence:
-    """What models did with a sentence, by their names.
-
-    tokens: what was read of it, a byte each. note: a line on what was left out or read otherwise, or ""."""
+    """What models did with a sentence, by name. tokens: what was read, a byte each. note: a line on what was left out,
+    or ""."""
 
     readers: dict[str, LanguageModel]
     tokens: bytes
@@ -163,8 +161,7 @@ def times(device: str = "cpu", size: tuple[int, int] = SIZE, shares: tuple[float
 
 
 def recorded(size: tuple[int, int] = SIZE) -> list[Row]:
-    """Rows of current records of one token on a GPU: a gated layer of this size, on the path that a plan chose, or
-    packed; by share."""
+    """Current rows of one token on a GPU, by share: a gated layer of this size, on the planned path or packed."""
     rows = []
     for record in records.load_all():
         for row in () if records.stale(record) else record.rows:
@@ -197,8 +194,7 @@ def view(sentence: Sentence, rows: list[Row], name: str, cut: float = 0.0, token
         by itself, 1 where the cut silences it, 2 where it fires; fires, whole: how many fire at each token, and how
         many would without the cut; share: of neurons that fire, mean over tokens; bytes, dense_bytes: of feed-forward
         weights that a token reads; times: (where, ms, dense ms) of each machine, the first None where nothing was
-        measured at so large a share, with the largest that was; losses: by model, at each of CUTS; loss; text.
-    """
+        measured at so large a share, with the largest that was; losses: by model, at each of CUTS; loss; text."""
     if name not in sentence.models or cut not in CUTS or not 0 <= token < len(sentence.tokens):
         raise InputError(f"model {name!r}, cut {cut!r}, token {token!r}; accepted: those of the sentence and of CUTS")
     done, place = sentence.models[name], CUTS.index(cut)
@@ -249,8 +245,3 @@ def of(now: float | None, dense: float, show: Callable[[float], str]) -> str:
 def size(count: float) -> str:
     """Return bytes as text: 3.4 MB."""
     return f"{count / 1e6:.3g} MB" if count >= 1e6 else f"{count / 1e3:.3g} kB"
-
-
-def ms(value: float) -> str:
-    """Return milliseconds as text, in microseconds where they are few."""
-    return f"{value:.3g} ms" if value >= 0.1 else f"{1000 * value:.3g} us"

@@ -10,9 +10,8 @@ from .data import CUTS, Row, Sentence, percent, read, view
 
 class SentenceExplorer(Drawn):
     """A field for a sentence and three sliders above the figure of it (figures.picture): `.cut`, `.model`, `.token`.
-
-    Moving a slider runs no model: it looks up what was computed when the sentence was read. Enter in `.text` has the
-    models read another sentence; `.note` says in a line what is wrong with it, and then the one before stays."""
+    Moving one only looks up what was computed when the sentence was read. Enter in `.text` has the models read another
+    sentence; `.note` says in a line what is wrong with it, and then the one before stays."""
 
     def __init__(self, sentence: Sentence, rows: list[Row], cut: float = 0.0) -> None:
         self.sentence, self.rows = sentence, rows

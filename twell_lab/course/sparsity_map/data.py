@@ -1,7 +1,5 @@
-"""What the notebook on other sparsities computes: products of patterns of zeros, and what they cost a model.
-
-Weights are pruned by `twell_lab.sparsities`; times are those of `twell_lab.bench.comparison`, measured here or
-recorded."""
+"""What the notebook on other sparsities computes: products of patterns of zeros, timed by `bench.comparison` or
+recorded, and what pruning by `sparsities` costs a model."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ _UNTUNED = partial(warnings.catch_warnings, action="ignore", category=UserWarnin
 
 
 def timed_here(device: str, sparsity: float = 0.9, patterned: Iterable[str] = PIECES) -> list[dict]:
-    """Rows of comparison.product_rows for these patterns on this machine: 4096 x 4096 x 4096 on a GPU, a smaller
-    product on a CPU. Each says `where`."""
+    """Rows of comparison.product_rows, with `where`, for these patterns here: 4096 cubed on a GPU, smaller on a CPU."""
     shape = Shape(dtype=dtype_for(device)) if device == "cuda" else Shape(*_CPU, torch.float32, "cpu", 0.6)
     with _UNTUNED():
         table = [row for pattern in patterned for row in comparison.product_rows(pattern, sparsity, shape)]
@@ -63,10 +60,8 @@ def pays_after(conversion: float, sparse: float, dense: float) -> int | None:
 
 
 def begins(rows: Iterable[dict]) -> dict[str, tuple[float, float | None]]:
-    """From which measured density on down some method is faster than dense, by pattern, and the next higher density
-    that was measured, at which none is; None if there is none. Patterns without such a method are left out.
-
-    Faster means that the middle halves of the samples lie apart."""
+    """Return by pattern the measured density from which on down some method is faster than dense (the middle halves of
+    the samples lie apart), and the next higher one, at which none is, or None. Patterns without any are left out."""
     rows = list(rows)
     dense = {(row["pattern"], row["density"]): row["samples"] for row in rows if row["path"] == DENSE}
     made: dict[str, tuple[float, float | None]] = {}
@@ -101,10 +96,9 @@ def retrained() -> list[dict]:
 
 @dataclass
 class Weighed:
-    """A weight whose products were timed here at some densities, so that a slider only looks times up.
-
-    times: milliseconds of a product with the inputs, by format, at each of `densities` (of blocks that hold anything,
-    for blocks); densities ascending. where: the machine."""
+    """A weight whose products were timed here at some densities, so that a slider only looks times up. times:
+    milliseconds with the inputs, by format, at each of `densities` (ascending; for blocks, of those that hold
+    anything)."""
 
     weight: Tensor
     inputs: Tensor
@@ -118,9 +112,8 @@ FORMATS = ("dense", "CSR", "2:4", "blocks 16", "blocks 32")
 
 @torch.no_grad()
 def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
-    """Time products of a weight [out, in] with inputs [tokens, in] in each format that this machine has, for magnitude
-    pruning at several densities: of 16-bit values on a GPU, of the weight's own on a CPU. seconds: of each density, on
-    a CPU."""
+    """Time products of a weight [out, in] with inputs [tokens, in] in each format that this machine has, pruned by
+    magnitude to several densities; in 16 bits on a GPU. seconds: of each density, on a CPU."""
     found = Weighed(weight.detach(), inputs, clock.device_name(weight.device))
     dtype = dtype_for("cuda") if weight.is_cuda else weight.dtype
     weight, x = weight.to(dtype), inputs.to(dtype).t().contiguous()
@@ -142,7 +135,7 @@ def weigh(weight: Tensor, inputs: Tensor, seconds: float = 0.15) -> Weighed:
 def view(weighed: Weighed, threshold: float) -> dict:
     """Return what is left of the weight above a threshold in magnitude.
 
-    Returns {threshold, kept (bool [32, 32] at most: the corner that is drawn), density, by_row (densities of the rows,
+    Returns {kept (bool [32, 32] at most: the corner that is drawn), density, by_row (densities of the rows,
     descending), violations (share of the groups of four with more than two), filled ({size: share of the blocks that
     hold anything}), error (of the product, relative), bytes and ms ({format: what it takes}; None where the format does
     not take this weight, or this machine not the format)}. Bytes are those of 16-bit values."""
@@ -164,7 +157,6 @@ def view(weighed: Weighed, threshold: float) -> dict:
         size_of[f"blocks {size}"] = number * (2 * size**2 + 4) + 4 * (out // size + 1)
     shares = {"dense": 1.0, "CSR": count / weight.numel(), **{f"blocks {size}": s for size, s in filled.items()}}
     return {
-        "threshold": threshold,
         "kept": kept[:32, :32],
         "density": count / weight.numel(),
         "by_row": kept.double().mean(1).sort(descending=True).values.tolist(),

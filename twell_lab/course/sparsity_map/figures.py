@@ -31,10 +31,8 @@ def beside_dense(rows: list[dict]) -> go.Figure:
 def after_training(rows: list[dict]) -> go.Figure:
     """Draw how many bits a byte more than the dense model a pruned one needs, before it is trained on and after, each
     seed a line. rows: what `data.retrained` returned."""
-    figure, zeros = (
-        go.Figure(),
-        {path: [row["sparsity"] for row in some] for path, some in groups(rows, "path").items()},
-    )
+    figure = go.Figure()
+    zeros = {path: [row["sparsity"] for row in some] for path, some in groups(rows, "path").items()}
     name = lambda end: end["path"] if "%" in end["path"] else f"{end['path']}, {fmean(zeros[end['path']]):.0%}"
     said = lambda end: f"{end['path']}, {end['sparsity']:.0%} zeros, seed {end['seed']}: {end['bits']:+.3f}"
     look = {"colour": plots.GREY, "width": 1, "marker": {"size": 10, "symbol": ["circle-open", "circle"]}}
@@ -59,15 +57,9 @@ def by_zeros(rows: list[dict]) -> go.Figure:
     down = -(-len(panels) // 2)
     figure = make_subplots(down, 2, subplot_titles=[*panels], shared_yaxes="all", vertical_spacing=0.34 / down)
     # Of two lines on each other both are seen: the second one has gaps, and smaller marks.
-    looks = {
-        path: {
-            "colour": plots.COLOURS[i % len(plots.COLOURS)],
-            "symbol": MARKS[i % len(MARKS)],
-            "dash": "dash" if i % 2 else "solid",
-            "size": 7 if i % 2 else 11,
-        }
-        for i, path in enumerate(wins)
-    }
+    kinds = {"dash": "solid", "size": 11}, {"dash": "dash", "size": 7}
+    usual = lambda i: {"colour": plots.COLOURS[i % len(plots.COLOURS)], "symbol": MARKS[i % len(MARKS)]}
+    looks = {path: usual(i) | kinds[i % 2] for i, path in enumerate(wins)}
     said = lambda row: f"{row['path']}, {1 - row['density']:.1%} zeros: {row['x_dense']:.2f} times as fast"
     for i, mine in enumerate(panels.values()):
         lines(figure, mine, "density", "x_dense", "path", hover=said, looks=looks, row=1 + i // 2, col=1 + i % 2)

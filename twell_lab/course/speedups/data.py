@@ -1,7 +1,5 @@
-"""Whole models beside their feed-forward layers, recorded and measured here, and Amdahl's law between the two.
-
-Rows of whole models are those of twell_lab.bench.models; rows of layers are those of "inference" and "training"
-records. Nothing is drawn here."""
+"""Whole models (rows of bench.models) beside their feed-forward layers (rows of "inference" and "training" records),
+recorded and measured here, and Amdahl's law between the two."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ _ON_CPU = ModelConfig(vocabulary=2048, d_model=512, layers=2, heads=8, d_ff=2048
 
 
 def amdahl(share: float, times: float) -> float:
-    """Return how many times as fast the whole is, where this share of its time (0 to 1) becomes so many times as
-    fast."""
+    """Return how many times as fast the whole is, where this share of its time becomes so many times as fast."""
     left = 1 - share + share / times
     return 1 / left if left else math.inf
 
@@ -61,11 +58,6 @@ def _read(row: dict) -> dict:
     return {"head": True, **row, "step": _KINDS[row["kind"]], "model": model, "what": what}
 
 
-def _single(row: dict) -> bool:
-    """Return whether a row is that of a single layer."""
-    return row.get("kind") in ("inference", "training") and "layers" not in row and row["workload"] == LOGNORMAL
-
-
 def _size(row: dict) -> tuple:
     return tuple(row[key] for key in ("device", "d_model", "d_ff", "gated"))
 
@@ -81,8 +73,9 @@ def _same(row: dict) -> tuple:
 
 def layers_of(rows: list[dict]) -> list[dict]:
     """Every recorded row of a single layer like those of these models, on their device; of equal ones the newest."""
-    sizes = {_size(row) for row in rows}
-    return newest("", "", lambda row: _single(row) and _size(row) in sizes)
+    sizes, kinds = {_size(row) for row in rows}, ("inference", "training")
+    single = lambda row: row.get("kind") in kinds and "layers" not in row and row["workload"] == LOGNORMAL
+    return newest("", "", lambda row: single(row) and _size(row) in sizes)
 
 
 def _layer(row: dict, layers: list[dict]) -> dict[str, dict]:
@@ -196,12 +189,9 @@ def _device_ms(row: dict) -> float:
 def yours(
     device: str, firing: FiringProfile | None = None, config: ModelConfig | None = None, seconds: float = 1.5
 ) -> list[dict]:
-    """Rows of a drawn model that is planned, checked and timed on this machine: a forward of its context, and a step of
-    decoding behind up to 511 tokens.
-
-    device: "cpu" or "cuda". firing: of a model whose neurons those of the drawn one fire like; by default they fire as
-    the paper's. config: other sizes. seconds: for how long each is timed on a CPU. Raises StackError where transformers
-    is missing, or too little memory is there."""
+    """Rows of a drawn model that is planned, checked and timed here: a forward of its context, and a step of decoding
+    behind up to 511 tokens. firing: of the model that it fires like; by default as in the paper. config: other sizes.
+    seconds: of each, on a CPU. StackError without transformers, or with too little memory."""
     config = config or (_ON_GPU if device == "cuda" else _ON_CPU)
     how = {"tokens": (config.context,), "batches": (1,), "device": device, "firing": firing}
     try:

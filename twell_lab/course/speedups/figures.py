@@ -29,13 +29,8 @@ def beside_layers(
     """For each step a bar of the model, with the middle half of its turns, a diamond of its layers alone, and a line
     where Amdahl's law puts the model."""
     figure, known = go.Figure(), [step for step in found if step["share"]]
-    spread = {
-        "array": [step["high"] - step["x"] for step in found],
-        "arrayminus": [step["x"] - step["low"] for step in found],
-        "color": plots.INK,
-        "thickness": 1,
-        "width": 4,
-    }
+    spread = {"array": [step["high"] - step["x"] for step in found], "color": plots.INK, "thickness": 1, "width": 4}
+    spread |= {"arrayminus": [step["x"] - step["low"] for step in found]}
     said = lambda step: f"{step['name']}: {step['x']:.2f}x"
     bars(figure, found, "name", "x", lambda step: "the model, measured", hover=said, across=True, error_x=spread)
     alone = "its layers by themselves" + ", where they were timed" * (len(known) < len(found))
@@ -79,8 +74,7 @@ def law(found: list[dict]) -> go.Figure:
 
 
 def pieces(found: list[dict]) -> go.Figure:
-    """Where the time of a call goes, in percent of the dense model's: a bar dense, a bar planned. found: what
-    data.pieces returned."""
+    """Where the time of a call goes, in percent of the dense model's: bars of data.pieces, dense and planned."""
     dense = {piece["what"]: piece["whole"] for piece in found if piece["path"] == "dense eager"}
     shown = [piece for piece in found if piece["what"] in dense]
     percent = lambda piece, key="ms": 100 * piece[key] / dense[piece["what"]]
@@ -90,12 +84,10 @@ def pieces(found: list[dict]) -> go.Figure:
     ordered = [piece for of in PIECES for piece in shown if piece["of"] == of]
     bars(figure, ordered, name, percent, "of", hover=said, looks=PIECES, across=True)
     for place, piece in wholes.items():
-        say(figure, percent(piece, "whole"), place, f"{_number(piece['whole'])} ms", "left", 11, xshift=4)
+        ms = piece["whole"]
+        text = f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+        say(figure, percent(piece, "whole"), place, text, "left", 11, xshift=4)
     title, axis = "Where the time of a plain call goes", "% of the dense model's time"
     figure = finish(figure, title, shown, 30 + _ROW * len(wholes), x=axis, across=True).update_layout(barmode="stack")
     most = max((percent(piece, "whole") for piece in wholes.values()), default=0)
     return figure.update_xaxes(range=[0, 1.14 * most]).update_yaxes(categoryorder="array", categoryarray=[*wholes])
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
