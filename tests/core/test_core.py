@@ -114,7 +114,7 @@ def test_a_private_folder_ends_with_its_process():
 
 
 def test_without_any_folder_the_error_says_what_names_one(monkeypatch):
-    def full(**_):
+    def full(*_, **__):
         raise OSError(30, "Read-only file system")
 
     core.private_folder.cache_clear()
@@ -154,7 +154,7 @@ def packages(monkeypatch):
         return wanted.get(name) or real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    wanted.update(dict.fromkeys(core.CUPY_PACKAGES))
+    wanted.update(dict.fromkeys(("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")))
     return wanted
 
 
@@ -197,9 +197,9 @@ def test_where_torch_sees_no_gpu_nvidia_smi_is_asked(monkeypatch, answer, listed
             raise answer
         return SimpleNamespace(stdout=answer)
 
-    monkeypatch.setattr(core, "_torch_gpus", lambda: [])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(core.subprocess, "run", run)
-    assert core.gpus() == listed and core.gpu() is None
+    assert core.describe_machine()["gpus"] == listed and core.gpu() is None
 
 
 def test_gpus_are_torchs_where_it_sees_some(monkeypatch):
@@ -208,7 +208,7 @@ def test_gpus_are_torchs_where_it_sees_some(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert core.gpus()[0] | {"driver": None} == gpu("NVIDIA GeForce RTX 4090", "8.9", 24.0, None)
+    assert core.describe_machine()["gpus"][0] | {"driver": None} == gpu("NVIDIA GeForce RTX 4090", "8.9", 24.0, None)
     assert core.gpu() == "RTX 4090"
 
 
