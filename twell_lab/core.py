@@ -204,7 +204,7 @@ def describe_machine() -> dict:
     those that torch can use, else that nvidia-smi lists. cuda_driver: the newest CUDA that the driver runs ("13.0")."""
     cupy = next(iter(cupy_packages()), None)
     system = _guarded(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]) or platform.system()
-    cpu = _guarded(lambda: re.search(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(), re.M)[1])
+    cpu = _guarded(lambda: re.findall(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(), re.M)[0])
     _guarded(let_cupy_start)
     nvrtc = _guarded(lambda: import_module("cupy.cuda").nvrtc.getVersion())  # in CuPy 14 that is no module
     listed = _guarded(_nvidia_smi) or []
