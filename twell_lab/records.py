@@ -36,6 +36,7 @@ WIDTH = 80  # columns that a printed table tries to fit
 # What a measurement may say: names, and numbers; all but the needed ones may be missing.
 _NAMES, _NEEDED = ("kind", "device", "path", "dtype", "workload"), ("kind", "device", "path", "ms")
 _NUMBERS = "ms tokens d_model d_ff nnz dense_ms x_dense spread wall_ms dense_wall_ms host_us error layer_error loss"
+_machine = cache(core.describe_machine)  # it asks nvidia-smi
 
 
 @dataclass
@@ -121,9 +122,6 @@ class Record:
         stem = f"{self.name}-{re.sub('[-:]', '', self.date)}"
         paths = (folder / f"{stem}{f'-{number}' if number > 1 else ''}.json" for number in count(1))
         return next(path for path in paths if not path.exists())
-
-
-_machine = cache(core.describe_machine)  # it asks nvidia-smi
 
 
 @cache

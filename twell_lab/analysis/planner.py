@@ -301,8 +301,7 @@ class Trial:
                 first = self._times(least, choice)
                 if first[choice, hot] > MARGIN * _dense(first):
                     choice, slow = DENSE, f"{choice} is slower than dense at {least:,} tokens, the fewest of its class"
-            rows = self._rows(count, took, choice, hot)
-            candidates += [replace(row, why=slow if slow and row.chosen else row.why) for row in rows]
+            candidates += self._rows(count, took, choice, hot, slow)
             least = count + 1
         return candidates
 
@@ -313,38 +312,35 @@ class Trial:
             plain = {(option, False): us for option, us in predicted.items() if not option.hot}
             ordered = {(option, True): us for option, us in predicted.items() if PATHS[option.path].packs}
             return {None: predicted[DENSE], **plain, **ordered}
-        reach = _REACH * min(predicted.values())
-        near = [option for option, us in predicted.items() if us <= reach or option.path in PATHS.further]
+        best = min(predicted.values())
+        near = [option for option, us in predicted.items() if us <= _REACH * best or option.path in PATHS.further]
         return self.run(tokens, [choice] if choice else [option for option in near if option != DENSE])
 
-    def _rows(self, tokens: int, took: Times, choice: Choice, hot: bool) -> list[Candidate]:
+    def _rows(self, tokens: int, took: Times, choice: Choice, hot: bool, slow: str) -> list[Candidate]:
         predicted, how = self.predicted[tokens], "timed" if self.ways else "predicted"
         in_order = {option: (option, option.hot > 0 or hot and option != DENSE) for option in predicted}
         times = {option: took[way] for option, way in in_order.items() if way in took}
         fastest, dense, rows = min(times, key=times.__getitem__), _dense(took), []
         for option, expected in predicted.items():
-            us, path = times.get(option), PATHS[option.path]
+            us = times.get(option)
             if us is None:
-                why = (
-                    self.refused.get(option) or f"not timed: predicted {expected / predicted[DENSE]:.2f}x dense's time"
-                )
+                why = self.refused.get(option, f"not timed: predicted {expected / predicted[DENSE]:.2f}x dense's time")
             elif not self.ways and option != DENSE and expected == predicted[DENSE]:
                 why = "nothing predicts it: it has to be timed"
             elif option != choice:
                 why = f"{us / times[choice]:.2f}x the time of the choice, {how}"
                 why += ", its neurons in another order" if option.hot and not hot else ""
-            elif choice == DENSE:
-                gain = f"{fastest} is {dense / times[fastest]:.2f}x dense, too little" if times[fastest] < dense else ""
-                why = f"{gain or 'fastest'}, {how}"
-            else:
+            elif choice != DENSE:
                 why = f"{dense / us:.2f}x dense, {how}"
-            if not path.exact:
-                why += f"; {LOSSY}" + (
-                    f": its output is {self.errors[option]:.2%} off" if option in self.errors else ""
-                )
-            row = Candidate(tokens, option.path, option.hot, expected, None, option == choice, why)
-            timed = self.ways and us is not None
-            rows.append(replace(row, measured_us=us, dense_us=took[None], timed_on=self.layer.name) if timed else row)
+            elif times[fastest] < dense:
+                why = slow or f"{fastest} is {dense / times[fastest]:.2f}x dense, too little, {how}"
+            else:
+                why = slow or f"fastest, {how}"
+            off = f": its output is {self.errors[option]:.2%} off" if option in self.errors else ""
+            why += "" if PATHS[option.path].exact else f"; {LOSSY}{off}"
+            timed = (us, took[None], self.layer.name) if self.ways and us is not None else (None, None, None)
+            row = Candidate(tokens, option.path, option.hot, expected, timed[0], option == choice, why, *timed[1:])
+            rows.append(row)
         return rows
 
     def prepare(self, calls: str, x: Tensor | None, beside: int) -> None:

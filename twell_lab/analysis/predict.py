@@ -38,10 +38,8 @@ def firing_of(nnz: float, d_model: int = 2048, d_ff: int = 5632, gated: bool = T
     """Return how a layer fires of whose d_ff neurons nnz fire for a token on average, independently of each other, each
     as often as ops.clock.firing_rates says. InputError for sizes, an nnz and a workload that no such layer has."""
     if not all(type(size) is int for size in (d_model, d_ff)) or min(d_model, d_ff) < 1 or d_ff > _WIDEST:
-        raise InputError(
-            f"d_model is {d_model!r:.80} and d_ff {d_ff!r:.80}; whole numbers from 1 up are accepted, up to "
-            f"{_WIDEST:,} of d_ff"
-        )
+        said = f"d_model is {d_model!r:.80} and d_ff {d_ff!r:.80}"
+        raise InputError(f"{said}; whole numbers from 1 up are accepted, up to {_WIDEST:,} of d_ff")
     frequency = clock.firing_rates(d_ff, nnz, kind)
     fitting, excess = 1.0, 0.0
     for tile in frequency.split(TILE):
@@ -145,11 +143,9 @@ def verdict(profile: FiringProfile) -> str:
         todo = "worth it for few tokens at once; for many, train with a larger L1 penalty"
     share = f"{min(densities):.2%} to {max(densities):.2%}" if layers[1:] else f"{mean:.2%}"
     middle = f", {mean:.2%} on average" if layers[1:] else ""
-    return (
-        f"{share} of the neurons fire for a token{middle}; {dead:.1%} of all fired for none. On a GPU such as "
-        f"{_REACHED} the layers should take {shares[0]:.2f} of the time that dense ones take for 1 token, and "
-        f"{shares[1]:.2f} for 16,384: {todo}."
-    )
+    fire = f"{share} of the neurons fire for a token{middle}; {dead:.1%} of all fired for none"
+    takes = f"{shares[0]:.2f} of the time that dense ones take for 1 token, and {shares[1]:.2f} for 16,384"
+    return f"{fire}. On a GPU such as {_REACHED} the layers should take {takes}: {todo}."
 
 
 def errors(recorded: list[records.Record] | None = None) -> list[dict]:
@@ -168,7 +164,5 @@ def errors(recorded: list[records.Record] | None = None) -> list[dict]:
             us = parts_of(choice, firing, rates_of(row["device"]), row["tokens"], 2)["total"]
             key = row["tokens"], row["d_model"], row["d_ff"], round(row["nnz"]), kind, row["gated"], choice
             ratios.setdefault(names[row["device"]], {})[key] = us / 1e3 / row["ms"]
-    return [
-        {"gpu": gpu, "layers": len(of), "least": min(of), "median": median_low(of), "most": max(of)}
-        for gpu, of in ((gpu, [*ratio.values()]) for gpu, ratio in ratios.items())
-    ]
+    summary = lambda of: {"layers": len(of), "least": min(of), "median": median_low(of), "most": max(of)}
+    return [{"gpu": gpu, **summary(ratio.values())} for gpu, ratio in ratios.items()]
