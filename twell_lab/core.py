@@ -1,7 +1,5 @@
-"""Errors, files and folders, and what this machine is. Imports nothing of the package, and touches no GPU.
-
-Each error also derives from the built-in class that one would expect. A message names the value that was refused and
-what would have been accepted."""
+"""Errors, files and folders, and what this machine is. Imports nothing of the package, and touches no GPU. An error
+is also of the built-in class that one would expect, and names what was refused and what would have been accepted."""
 
 from __future__ import annotations
 
@@ -27,7 +25,8 @@ import platformdirs
 WHOLE = 2**63  # tensors hold whole numbers below this one
 LOCK = ".twell-lab.lock"
 _PACKAGE = Path(__file__).resolve().parent
-_HOME = _PACKAGE if (_PACKAGE / "data").is_dir() else _PACKAGE.parent  # in a wheel the folders lie inside the package
+INSTALLED = (_PACKAGE / "data").is_dir()  # from a wheel, in which the folders lie inside the package
+_HOME = _PACKAGE if INSTALLED else _PACKAGE.parent
 kernels_dir = partial(Path, _HOME, "kernels")
 data_dir = partial(Path, _HOME, "data")  # with records, checkpoints and datasheet figures
 records_dir = partial(Path, _HOME, "data", "records")
@@ -160,14 +159,9 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def is_installed() -> bool:
-    """Return whether the package was installed from a wheel; False in a checkout."""
-    return _HOME == _PACKAGE
-
-
 def new_records_dir() -> Path:
     """Return where new records are saved by default: in data/records of a checkout, else in the working folder."""
-    return Path.cwd() if is_installed() else records_dir()
+    return Path.cwd() if INSTALLED else records_dir()
 
 
 def cache_dir() -> Path:
@@ -207,20 +201,22 @@ def describe_machine() -> dict:
     cpu = _guarded(lambda: re.findall(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(), re.M)[0])
     _guarded(let_cupy_start)
     nvrtc = _guarded(lambda: import_module("cupy.cuda").nvrtc.getVersion())  # in CuPy 14 that is no module
-    listed = _guarded(_nvidia_smi) or []
-    usable = [facts | {"driver": listed[0]["driver"] if listed else None} for facts in _guarded(_torch_gpus) or []]
+    torch, listed = _guarded(lambda: import_module("torch")), _guarded(_nvidia_smi) or []
+    found = _guarded(lambda: [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())])
+    facts = lambda gpu: (gpu.name, f"{gpu.major}.{gpu.minor}", round(gpu.total_memory / 2**30, 1))
+    usable = [(*facts(gpu), listed[0][-1] if listed else None) for gpu in found or []]
     return {
         "os": f"{system}, {platform.machine()}",
         "cpu": cpu or platform.processor() or None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "torch_cuda": _guarded(lambda: import_module("torch").version.cuda),
+        "torch_cuda": _guarded(lambda: torch.version.cuda),
         "numpy": version("numpy"),
         "cupy": cupy and version(cupy),
         "cupy_package": cupy,
         "nvrtc": nvrtc and ".".join(map(str, nvrtc)),
-        "gpus": usable or listed,
+        "gpus": [dict(zip(("name", "capability", "memory_gib", "driver"), gpu)) for gpu in usable or listed],
         "cuda_driver": _guarded(_cuda_driver),
     }
 
@@ -254,7 +250,6 @@ def let_cupy_start() -> None:
 
 
 def check_stack() -> None:
-    """Raise StackError for a `stack_fault`."""
     if fault := stack_fault():
         raise StackError(f"{fault[0]}; to mend it: {fault[1]}")
 
@@ -296,17 +291,10 @@ def _cuda_driver() -> str | None:
     return None if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
-def _torch_gpus() -> list[dict]:
-    cuda = import_module("torch").cuda
-    return [
-        {"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "memory_gib": round(gpu.total_memory / 2**30, 1)}
-        for gpu in map(cuda.get_device_properties, range(cuda.device_count()))
-    ]
-
-
-def _nvidia_smi() -> list[dict]:
+def _nvidia_smi() -> list[tuple]:
+    """Return the name, capability, memory and driver of each GPU that the driver's program lists."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
     ran = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)  # while it is loaded, ten
     rows = re.findall(r"^([^,\n]+), (\d+\.\d+), ([^,]+), (.+)$", ran.stdout, re.M)
     size = lambda mib: round(int(mib) / 1024, 1) if mib.isdigit() else None  # some share the CPU's
-    return [dict(name=row[0], capability=row[1], memory_gib=size(row[2]), driver=row[3]) for row in rows]
+    return [(name, capability, size(memory), driver) for name, capability, memory, driver in rows]
