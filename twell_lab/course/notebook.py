@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -101,7 +100,7 @@ def provenance() -> str:
     threads = torch.get_num_threads()
     used = "" if threads == here["cores"] else f" ({threads} used)"
     what = f"{here['cpu'] or 'an unnamed CPU'}, {here['cores']} cores{used}, {gpu or 'no GPU'}"
-    packages = ", ".join(f"{name} {version}" for name in ("torch", "plotly") if (version := _version(name)))
+    packages = ", ".join(f"{name} {version}" for name in ("torch", "plotly") if (version := core.version(name)))
     return f"{what}; Python {here['python']}, {packages}; {datetime.now(UTC):%Y-%m-%d}"
 
 
@@ -206,10 +205,3 @@ def use_renderer() -> str | None:
 def on_colab() -> bool:
     """Return whether this notebook runs on Colab, whose widgets need another way of drawing."""
     return "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
