@@ -142,6 +142,7 @@ def locked_folder(folder: str | os.PathLike, what: str) -> Iterator[None]:
 
     lock = FileLock(Path(folder) / LOCK, timeout=0)
     try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except OSError as error:
         why = f"is in use by another {what}" if isinstance(error, Timeout) else f"cannot be written: {_reason(error)}"
@@ -176,8 +177,7 @@ def cache_dir() -> Path:
         tempfile.TemporaryFile(dir=folder).close()  # root may write where the mode says no
         return folder
     except OSError as error:
-        why = f"{folder} is not used as a cache: {_reason(error)}. Each process compiles its own kernels"
-        warnings.warn(why, stacklevel=2)
+        warnings.warn(f"{folder} is not used as a cache: {_reason(error)}. Each process compiles anew", stacklevel=2)
         return private_folder()
 
 
