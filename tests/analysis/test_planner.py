@@ -211,6 +211,7 @@ def test_a_plain_layer_computes_as_the_one_found_with_its_weights(make):
         (dict(profile=[1]), "profile is a list"),
         (dict(tokens=(0, 4)), "tokens is"),
         (dict(tokens=(4, 4)), "tokens is"),
+        (dict(tokens=[[4]]), "tokens is"),
         (dict(batches=[]), "batches is empty"),
         (dict(calls="captured"), "calls is 'captured' on cpu; accepted: eager"),
         (dict(paths=["fast"]), "paths has 'fast'"),

@@ -179,7 +179,7 @@ def plan(
     if not isinstance(profile, FiringProfile):
         raise InputError(f"profile is a {type(profile).__name__}; a FiringProfile of tl.profile is accepted")
     tokens = [tokens] if isinstance(tokens, int) else list(tokens)
-    if not tokens or len({*tokens}) < len(tokens) or not all(type(n) is int and 0 < n < WHOLE for n in tokens):
+    if not tokens or not all(type(n) is int and 0 < n < WHOLE for n in tokens) or len({*tokens}) < len(tokens):
         raise InputError(f"tokens is {tokens!r:.200}; different whole numbers from 1 to 2**63 - 1 are accepted")
     layers = {layer.name: layer for layer in feed_forwards(model, only=only)}
     check_same({layer.name: layer for layer in profile.layers}, layers, "the profile", "the model")
@@ -209,9 +209,8 @@ def plan(
             first.prepare(calls, inputs.pop(first.layer.name, None), beside)
         candidates |= dict.fromkeys((trial.layer.name for trial in group), first.decide())
         first.timed, first.x, first.ways = first.found, torch.empty(0), {}  # copies go before the next one's come
-    plans = [
-        replace(LayerPlan.forced(layer, DENSE), candidates=tuple(candidates[layer.name])) for layer in profile.layers
-    ]
+    plans = [LayerPlan.forced(layer, DENSE) for layer in profile.layers]
+    plans = [replace(plan, candidates=tuple(candidates[plan.name])) for plan in plans]
     source = None if not measure else DRAWN if batches is None else CAPTURED
     return Plan(plans, rates.device, rates.dtype, dict(vars(rates)), calls, source)
 
