@@ -193,10 +193,15 @@ def plan(
     candidates: dict[str, list[Candidate]] = {}
     trials = []
     for layer, dense, options in zip(profile.layers, found, fitted):
-        if why := _why_dense(layer, dense, measure and batches is None):
-            candidates[layer.name] = [Candidate(n, DENSE.path, 0, 0.0, None, True, why) for n in sorted(tokens)]
-        else:
-            trials.append(Trial(layer, dense, options, rates, sorted(tokens)))
+        why = only_dense(dense)
+        if not layer.tokens:
+            why = "no token reached it in the profile"
+        elif isinstance(dense.module, Expert):
+            why = "an expert: the model computes all of them together"
+        elif dense.cut is not None and measure and batches is None:
+            why = "its inputs have thresholds, so it is timed on batches, and there are none"
+        candidates[layer.name] = [Candidate(n, DENSE.path, 0, 0.0, None, True, why) for n in sorted(tokens)]
+        trials += [] if why else [Trial(layer, dense, options, rates, sorted(tokens))]
     groups: dict[Trial, list[Trial]] = {}  # of layers that share trials, by the one that should take longest
     for trial in sorted(trials, key=lambda trial: -sum(sum(took.values()) for took in trial.predicted.values())):
         groups.setdefault(next((first for first in groups if first.alike(trial)), trial), []).append(trial)
@@ -213,17 +218,6 @@ def plan(
     plans = [replace(plan, candidates=tuple(candidates[plan.name])) for plan in plans]
     source = None if not measure else DRAWN if batches is None else CAPTURED
     return Plan(plans, rates.device, rates.dtype, dict(vars(rates)), calls, source)
-
-
-def _why_dense(layer: LayerProfile, found: FeedForward, drawn: bool) -> str:
-    """Return why a layer stays dense without further ado; "" where it is weighed."""
-    if not layer.tokens:
-        return "no token reached it in the profile"
-    if isinstance(found.module, Expert):
-        return "an expert: the model computes all of them together"
-    if found.cut is not None and drawn:
-        return "its inputs have thresholds, so it is timed on batches, and there are none"
-    return only_dense(found)
 
 
 def _fitted(paths: Iterable[str] | None, layers: list[FeedForward]) -> list[dict[str, Path]]:

@@ -66,14 +66,11 @@ class LayerProfile:
             if (many := len(getattr(self, name))) != length:
                 raise InputError(f"{name!r} holds {many} numbers; {length} are accepted")
 
-    def _share(self, counted: float) -> float:
-        return counted / self.tokens if self.tokens else math.nan
-
     # Neurons firing at a token, on average, and the share of them; the share of tokens with at least one tile that
     # fires beyond its slots; NaN where the layer saw no token.
-    mean_nnz = property(lambda self: self._share(self.neuron_counts.sum().item()))
+    mean_nnz = property(lambda self: self.neuron_counts.sum().item() / self.tokens if self.tokens else math.nan)
     density = property(lambda self: self.mean_nnz / self.d_ff)
-    overflow_rows = property(lambda self: self._share(self.overflowing))
+    overflow_rows = property(lambda self: self.overflowing / self.tokens if self.tokens else math.nan)
     # How many neurons fired at no token, and at every one.
     dead = property(lambda self: (self.neuron_counts == 0).sum().item())
     always_on = property(lambda self: (self.neuron_counts == self.tokens).sum().item() if self.tokens else 0)
@@ -333,10 +330,8 @@ class Comparison:
             todo = f"make a plan for each, since {other} of {len(rows)} layers fire another number of neurons"
         elif moved := sum(share < SERVES for share in caught):
             todo = f"make a plan for each if it has hot neurons, since others are hot in {moved} of {len(rows)} layers"
-        return (
-            f"{mean(ratios):.2f} times as many neurons fire as in the other profile, whose hottest {HOT:.0%} catch "
-            f"{mean(caught):.0%} of what the hottest here do: {todo}."
-        )
+        hottest = f"whose hottest {HOT:.0%} catch {mean(caught):.0%} of what the hottest here do"
+        return f"{mean(ratios):.2f} times as many neurons fire as in the other profile, {hottest}: {todo}."
 
     def __str__(self) -> str:
         names = ("layer", "density", "other_density", "ratio", "hot_kept")
