@@ -129,6 +129,17 @@ def test_each_exercise_has_two_hints_and_none_is_a_line_of_its_answer():
             assert len(hint.split()) > 4 and not lines & {*re.findall("`(.*?)`", hint)}
 
 
+def test_a_hint_that_a_notebook_folds_is_the_one_that_its_exercise_gives():
+    hints = exercises.hints()
+    for source in SOURCES.values():
+        exercise = ""
+        for cell in source["cells"]:
+            text = "".join(cell["source"])
+            exercise = ([exercise] + re.findall(r'exercises\.check\("(\w+)"', text))[-1]
+            for number, folded in re.findall(r"<summary>Hint (\d)</summary>\n(.*?)</details>", text, re.DOTALL):
+                assert folded.split() == hints[exercise][int(number) - 1].split(), exercise
+
+
 def test_hints_come_one_after_the_other_and_are_named_from_the_second_refusal_on(capsys, monkeypatch):
     monkeypatch.setattr(exercises, "_shown", exercises.Counter())
     monkeypatch.setattr(exercises, "_refusals", exercises.Counter())

@@ -320,6 +320,7 @@ WRONG = [
     ("sparsest_within", lambda runs, twin, more: min(nnz for nnz, loss in runs)),
     ("pack_tile", lambda gate, words: pack_by_hand(gate.nan_to_num(0.0), words)),
     ("pack_tile", lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_by_hand(gate, words)[1:]),
+    ("pack_tile", lambda gate, words: [word - (word >> 31 << 32) for word in pack_by_hand(gate, words)]),  # signed
     # L1 of a sum that is never negative
     ("factor_gradients", lambda *given: factor_gradients(*given, sign=torch.ones_like)),
     ("factor_gradients", factor_gradients_by_autograd),
