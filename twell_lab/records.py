@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from functools import cache
 from itertools import count, zip_longest
 from pathlib import Path
+from typing import Self
 
 from . import core
 from .core import WHOLE, RecordError, read_json, write_atomically
@@ -35,6 +36,7 @@ WIDTH = 80  # columns that a printed table tries to fit
 # What a measurement may say: names, and numbers; all but the needed ones may be missing.
 _NAMES, _NEEDED = ("kind", "device", "path", "dtype", "workload"), ("kind", "device", "path", "ms")
 _NUMBERS = "ms tokens d_model d_ff nnz dense_ms x_dense spread wall_ms dense_wall_ms host_us error layer_error loss"
+_machine = cache(core.describe_machine)  # it asks nvidia-smi
 
 
 @dataclass
@@ -64,33 +66,31 @@ class Record:
         for name, kind in (("purpose", str), ("kernels", dict), ("machine", dict), ("notes", dict), ("rows", list)):
             check(name, value := getattr(self, name), isinstance(value, kind), f"a {kind.__name__}")
         date = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
-        for name, pattern in (("schema", str(SCHEMA)), ("name", "[a-z0-9][a-z0-9_.-]*"), ("date", date)):
+        for name, pattern in {"schema": str(SCHEMA), "name": "[a-z0-9][a-z0-9_.-]*", "date": date}.items():
             check(name, value := getattr(self, name), re.fullmatch(pattern, str(value)) is not None, f"/{pattern}/")
         for i, row in enumerate(self.rows):
             check(f"rows[{i}]", row, isinstance(row, dict), "an object")
             for key in (*_NAMES, *_NUMBERS.split()) if "kind" in row else ():
                 value = row.get(key)
-                if value is None and key not in _NEEDED:
-                    continue
+                number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < WHOLE
+                holds, accepted = number and (key != "ms" or value > 0), "a finite number, of ms above 0"
                 if key in _NAMES:
-                    check(f"rows[{i}].{key}", value, isinstance(value, str) and value != "", "a name")
-                else:
-                    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < WHOLE
-                    number = number and (key != "ms" or value > 0)
-                    check(f"rows[{i}].{key}", value, number, "a finite number, of ms above 0")
+                    holds, accepted = isinstance(value, str) and value != "", "a name"
+                check(f"rows[{i}].{key}", value, holds or value is None and key not in _NEEDED, accepted)
 
     def __str__(self) -> str:
         measured = [row for row in self.rows if "kind" in row]
-        lines = [table(measured, COLUMNS | {"head": "LM head", "workload": "workload"})] if measured else []
-        for row in [] if measured else self.rows:  # of tests, say
-            plain = (f"{key} {_shown(value)}" for key, value in row.items() if not isinstance(value, (list, dict)))
-            lines.append(textwrap.fill(", ".join(plain), WIDTH))
+        said = lambda row: (
+            f"{key} {_shown(value)}" for key, value in row.items() if not isinstance(value, (list, dict))
+        )
+        lines = [textwrap.fill(", ".join(said(row)), WIDTH) for row in self.rows if not measured]  # of tests, say
+        lines += [table(measured, COLUMNS | {"head": "LM head", "workload": "workload"})] if measured else []
         return "\n".join([f"{self.name}, {self.date}: {self.purpose}", *lines])
 
     @classmethod
     def new(
         cls, name: str, purpose: str, rows: list[dict], notes=None, *, kernels: Iterable[str] | None = None
-    ) -> Record:
+    ) -> Self:
         """Return a record of what was just measured on this machine, with date, commit, hashes and machine filled in.
         kernels: names of those that ran; by default those that this process has loaded. RecordError without sources."""
         from .cuda import launch
@@ -111,10 +111,9 @@ class Record:
             raise RecordError(f"record {self.name!r} is no JSON: {error}; rows and notes take {accepted}") from None
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write the record into a file of its own in a folder, whole or not at all, and return its path; by default
-        into data/records of this checkout or, of an installed package, into the working folder. RecordError if that
-        cannot be."""
-        target = self.free_path(core.new_records_dir() if folder is None else Path(folder))
+        """Write the record into a file of its own, whole or not at all, and return its path; by default into
+        `core.new_records_dir()`. RecordError if that cannot be."""
+        target = self.free_path(Path(folder or core.new_records_dir()))
         write_atomically(target, self.to_json())
         return target
 
@@ -123,12 +122,6 @@ class Record:
         stem = f"{self.name}-{re.sub('[-:]', '', self.date)}"
         paths = (folder / f"{stem}{f'-{number}' if number > 1 else ''}.json" for number in count(1))
         return next(path for path in paths if not path.exists())
-
-
-_machine = cache(core.describe_machine)  # it asks nvidia-smi
-
-
-# ---- which kernels and which commit ----
 
 
 @cache
@@ -154,24 +147,19 @@ def kernel_hashes() -> dict[str, str]:
     return hashes
 
 
-def _without_docstrings(tree: ast.Module) -> str:
+def _without_docstrings(node: object) -> str:
     """Write out a syntax tree but its docstrings, the same in every version of Python: `ast.dump` writes empty lists in
     some versions only, newer ones have more of them, and 3.12 puts empty strings into f-strings."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            node.values = [part for part in node.values if getattr(part, "value", None) != ""]
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return _written(tree)
-
-
-def _written(node: object) -> str:
     if isinstance(node, list):
-        return f"[{', '.join(map(_written, node))}]"
+        return f"[{', '.join(map(_without_docstrings, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    fields = (f"{name}={_written(value)}" for name, value in ast.iter_fields(node) if value is not None and value != [])
-    return f"{type(node).__name__}({', '.join(fields)})"
+    if isinstance(node, ast.JoinedStr):
+        node.values = [part for part in node.values if getattr(part, "value", None) != ""]
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+        node.body = node.body[1:] or [ast.Pass()]
+    there = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+    return f"{type(node).__name__}({', '.join(f'{name}={_without_docstrings(value)}' for name, value in there)})"
 
 
 def source_commit() -> tuple[str | None, bool | None]:
@@ -180,19 +168,15 @@ def source_commit() -> tuple[str | None, bool | None]:
     said, top = os.environ.get("TWELL_LAB_COMMIT", "").strip(), Path(__file__).resolve().parents[1]
     # An installed package may lie in the checkout of another project, whose commit says nothing about it.
     if not said and (top / ".git").exists():
-        words = "describe --always --abbrev=40 --dirty --exclude=*".split()
+        command = "git --no-optional-locks describe --always --abbrev=40 --dirty --exclude=*".split()
         with suppress(OSError, subprocess.SubprocessError):
-            command = ["git", "--no-optional-locks", "-C", str(top), *words]
-            said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+            said = subprocess.run(command, cwd=top, capture_output=True, text=True, timeout=20).stdout.strip()
     return (said.removesuffix("-dirty"), said.endswith("-dirty")) if said else (None, None)
-
-
-# ---- reading, listing, and whether a record still holds ----
 
 
 def load(path: str | Path) -> Record:
     """Read one record. RecordError names the file, and the field that is missing, unknown or not as it may be."""
-    data, names = _read_object(Path(path)), [entry.name for entry in fields(Record)]
+    data, names = _read_object(path), [entry.name for entry in fields(Record)]
     try:
         if wrong := sorted({*names} ^ data.keys()):
             raise RecordError(f"{wrong[0]} is missing, or unknown; a record has {', '.join(names)}")
@@ -202,13 +186,9 @@ def load(path: str | Path) -> Record:
 
 
 def load_all(folder: str | Path | None = None) -> list[Record]:
-    """Return every record of a folder, by default the project's, oldest first; none of a folder that does not exist.
-    RecordError as of `load`."""
-    folder = core.records_dir() if folder is None else Path(folder)
-    if not folder.is_dir():
-        return []
-    records = [load(path) for path in sorted(folder.glob("*.json")) if path.name != UNVERIFIED]
-    return sorted(records, key=lambda record: record.date)
+    """Return every record of a folder, by default the project's, oldest first; RecordError as of `load`."""
+    paths = sorted(Path(folder or core.records_dir()).glob("*.json"))
+    return sorted((load(path) for path in paths if path.name != UNVERIFIED), key=lambda record: record.date)
 
 
 def told(records: Iterable[Record], name: str, gpu: str = TOLD) -> list[Record]:
@@ -240,15 +220,11 @@ def table(rows: list[dict], columns: dict[str, str] | None = None) -> str:
 
     columns: the headings, in their order, by the key in a row; by default the keys. One that no row has is left out."""
     columns = columns or {key: key for key in rows[0]}
-    said = {key: head for key, head in columns.items() if any(row.get(key) is not None for row in rows)}
-    cells = {key: [head, *(_shown(row.get(key)) for row in rows)] for key, head in said.items()}
+    said = {key for row in rows for key, value in row.items() if value is not None}
+    cells = {key: [columns[key], *(_shown(row.get(key)) for row in rows)] for key in columns if key in said}
     numeric = {key for key in cells if any(isinstance(row.get(key), (int, float)) for row in rows)}
     widths = {key: max(map(len, texts)) for key, texts in cells.items()}
-
-    def excess() -> int:
-        return sum(widths.values()) + 2 * (len(widths) - 1) - WIDTH
-
-    common = []
+    excess, common = lambda: sum(widths.values()) + 2 * (len(widths) - 1) - WIDTH, []
     for key in sorted(cells, key=lambda key: -widths[key]):
         if excess() > 0 and len(widths) > 1 and len(set(cells[key][1:])) == 1:
             common.append(" ".join(cells[key][:2]))
@@ -292,15 +268,14 @@ def verify(folder: str | Path | None = None) -> str:
     """Check that each kernel as it is was tested on a GPU, or is named as not tested yet; return a sentence on that.
 
     The newest record of the folder, by default the project's, with `gpu_tests` in its notes must report no failure, and
-    hold the present hash of each kernel that is not in `UNVERIFIED.json` beside it: {"kernels": {name: present hash,
-    ...}, "why": a reason}. Otherwise RecordError says what is wrong."""
-    folder, now = Path(folder or core.records_dir()), kernel_hashes()
-    tested, when = set[str](), "there is no GPU test report"
+    hold the present hash of each kernel that is not in `UNVERIFIED.json` beside it: {"kernels": {name: hash}, "why": a
+    reason}. Otherwise RecordError says what is wrong."""
+    folder, now, tested = Path(folder or core.records_dir()), kernel_hashes(), set[str]()
+    when = "there is no GPU test report"
     for report in [record for record in load_all(folder) if "gpu_tests" in record.notes][-1:]:
-        tested, when = set(report.kernels.values()), f"tested on a GPU on {report.date}"
-        tests = report.notes["gpu_tests"]
-        passed, failed = (tests.get(key) if isinstance(tests, dict) else None for key in ("passed", "failed"))
-        if not (type(passed) is type(failed) is int and passed > 0 and failed == 0):
+        tested, when, tests = {*report.kernels.values()}, f"tested on a GPU on {report.date}", report.notes["gpu_tests"]
+        passed = tests.get("passed") if isinstance(tests, dict) else None
+        if type(passed) is not int or passed < 1 or tests.get("failed") != 0:
             said = f"notes.gpu_tests of {report.name} of {report.date} is {tests!r:.200}, which is no evidence"
             raise RecordError(f"{said}; accepted: passed above 0 and failed 0")
     untested = {name: value for name, value in now.items() if value not in tested}
@@ -310,17 +285,16 @@ def verify(folder: str | Path | None = None) -> str:
     named, why = entry.get("kernels"), str(entry.get("why") or "").strip()
     unnamed = [name for name in untested if not isinstance(named, dict) or named.get(name) != untested[name]]
     if unnamed or not why:
+        lacks = f"{UNVERIFIED} {'does not name them' if unnamed else 'gives no reason'}"
         raise RecordError(
-            f"kernels with code that no GPU test report carries: {', '.join(unnamed or untested)}; {when}, and "
-            f"{UNVERIFIED} {'does not name them' if unnamed else 'gives no reason'}. Keep a report of the GPU tests in "
-            "data/records, or name each kernel with its hash, and the reason, in that file there (`twell-lab records "
-            "--verify --json` prints the hashes)"
+            f"kernels with code that no GPU test report carries: {', '.join(unnamed or untested)}; {when}, and {lacks}."
+            " Keep a report of the GPU tests in data/records, or name each kernel with its hash, and the reason, in "
+            "that file there (`twell-lab records --verify --json` prints the hashes)"
         )
     return f"{len(untested)} of {len(now)} kernels have no GPU test report yet ({', '.join(untested)}): {why}"
 
 
-def _read_object(path: Path) -> dict:
-    data = read_json(path, "record")
-    if not isinstance(data, dict):
+def _read_object(path: str | Path) -> dict:
+    if not isinstance(data := read_json(path, "record"), dict):
         raise RecordError(f"record {str(path)!r} holds a {type(data).__name__}; a record is an object")
     return data

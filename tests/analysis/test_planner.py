@@ -16,6 +16,7 @@ from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.core import InputError
 from twell_lab.layers.choice import DENSE, Choice
 from twell_lab.layers.find import FeedForward, feed_forwards
+from twell_lab.layers.paths import PATHS
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import clock
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
@@ -160,8 +161,9 @@ def test_a_lossy_path_says_how_far_off_it_is(profiled, layer, rates, monkeypatch
     assert "; lossy: its output is " in why and why.endswith("% off")
 
 
-def test_in_the_order_of_hot_cold_every_count_takes_the_path_that_is_timed(profiled, layer):
-    trial = Trial(profiled.layers[0], feed_forwards(layer[0])[0], 256, "eager", layer[1][1], 0)
+def test_in_the_order_of_hot_cold_every_count_takes_the_path_that_is_timed(profiled, layer, fused):
+    trial = Trial(profiled.layers[0], feed_forwards(layer[0])[0], {**PATHS}, fused, [16384])
+    trial.prepare("eager", layer[1][1], 0)
     assert trial._make(TWELL, True) and trial._make(TWELL, False) and trial._make(HOT, True)
     plan = trial.ways[TWELL, True].plan
     assert plan.choice(1) == plan.choice(10**6) == TWELL
@@ -209,6 +211,7 @@ def test_a_plain_layer_computes_as_the_one_found_with_its_weights(make):
         (dict(profile=[1]), "profile is a list"),
         (dict(tokens=(0, 4)), "tokens is"),
         (dict(tokens=(4, 4)), "tokens is"),
+        (dict(tokens=[[4]]), "tokens is"),
         (dict(batches=[]), "batches is empty"),
         (dict(calls="captured"), "calls is 'captured' on cpu; accepted: eager"),
         (dict(paths=["fast"]), "paths has 'fast'"),

@@ -16,7 +16,7 @@ from twell_lab.core import RecordError, StackError
 
 
 @pytest.mark.parametrize(
-    "content, why", [(b"", "Expecting value"), (b"{", "Expecting"), (b"\xff{}", "utf-8"), (b'{"a": NaN}', "NaN")]
+    "content, why", [(b"", "Expecting value"), (b"{", "Expecting"), (b"\xff{}", "utf-8"), (b'{"a": NaN}', "NaN is not")]
 )
 def test_what_is_no_json_is_refused_by_name(tmp_path, content, why):
     (tmp_path / "x.json").write_bytes(content)
@@ -88,23 +88,21 @@ def test_the_cache_lies_in_the_users_own_folder_or_where_it_is_told_to(tmp_path,
     assert core.cache_dir() == tmp_path / "named" and (tmp_path / "named").is_dir()
 
 
-@pytest.mark.parametrize("kind, why", [("shared", "others can write there"), ("file", "File exists|Not a directory")])
-def test_a_cache_that_others_can_write_or_nobody_is_a_temporary_folder(tmp_path, monkeypatch, kind, why):
-    (tmp_path / "file").touch()
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared").chmod(0o777)
-    monkeypatch.setenv("TWELL_LAB_CACHE", str(tmp_path / kind))
-    with pytest.warns(UserWarning, match=f"{kind} is not used as a cache: .*{why}"):
-        assert core.cache_dir() == core.private_folder()
-
-
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows protects folders in another way")
-def test_a_cache_of_somebody_else_is_a_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("TWELL_LAB_CACHE", str(tmp_path))
-    mine = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    with pytest.warns(UserWarning, match=f"it belongs to user {mine}"):
-        core.cache_dir()
+@pytest.mark.parametrize(
+    "kind, me, why",
+    [("shared", 0, "others can write"), ("file", 0, "File exists|Not a directory"), ("theirs", 1, "belongs to user")],
+)
+def test_a_cache_of_others_or_nobody_is_a_temporary_folder(tmp_path, monkeypatch, kind, me, why):
+    (tmp_path / "file").touch()
+    for name, mode in (("shared", 0o777), ("theirs", 0o700)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+    monkeypatch.setenv("TWELL_LAB_CACHE", str(tmp_path / kind))
+    user = os.geteuid() + me
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    with pytest.warns(UserWarning, match=f"{kind} is not used as a cache: .*({why})"):
+        assert core.cache_dir() == core.private_folder()
 
 
 def test_a_private_folder_ends_with_its_process():
@@ -114,7 +112,7 @@ def test_a_private_folder_ends_with_its_process():
 
 
 def test_without_any_folder_the_error_says_what_names_one(monkeypatch):
-    def full(**_):
+    def full(*_, **__):
         raise OSError(30, "Read-only file system")
 
     core.private_folder.cache_clear()
@@ -154,7 +152,7 @@ def packages(monkeypatch):
         return wanted.get(name) or real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    wanted.update(dict.fromkeys(core.CUPY_PACKAGES))
+    wanted.update(dict.fromkeys(("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")))
     return wanted
 
 
@@ -197,9 +195,9 @@ def test_where_torch_sees_no_gpu_nvidia_smi_is_asked(monkeypatch, answer, listed
             raise answer
         return SimpleNamespace(stdout=answer)
 
-    monkeypatch.setattr(core, "_torch_gpus", lambda: [])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(core.subprocess, "run", run)
-    assert core.gpus() == listed and core.gpu() is None
+    assert core.describe_machine()["gpus"] == listed and core.gpu() is None
 
 
 def test_gpus_are_torchs_where_it_sees_some(monkeypatch):
@@ -208,7 +206,7 @@ def test_gpus_are_torchs_where_it_sees_some(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert core.gpus()[0] | {"driver": None} == gpu("NVIDIA GeForce RTX 4090", "8.9", 24.0, None)
+    assert core.describe_machine()["gpus"][0] | {"driver": None} == gpu("NVIDIA GeForce RTX 4090", "8.9", 24.0, None)
     assert core.gpu() == "RTX 4090"
 
 

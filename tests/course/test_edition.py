@@ -39,7 +39,8 @@ def test_a_students_notebook_is_valid_and_has_no_output_no_guess_and_no_answer(n
     headings = [bool(re.search(r"(?m)^#{1,3} ", texts([cell], "markdown"))) for cell in cells]
     assert [cell["metadata"].get("slideshow") is not None for cell in cells] == headings and headings[0]
     for exercise in set(re.findall(r'exercises\.check\("(\w+)"', source)):
-        assert f'exercises.hint("{exercise}")' in whole and f"## {exercise}" in answers
+        assert f'exercises.hint("{exercise}")' in whole or "<summary>Hint 1" in whole  # folded, if not asked for
+        assert f"## {exercise}" in answers
 
 
 def test_what_is_accepted_stands_beside_the_dots():
@@ -127,6 +128,17 @@ def test_each_exercise_has_two_hints_and_none_is_a_line_of_its_answer():
         assert len(two) == 2 and two[0] != two[1]
         for hint in two:
             assert len(hint.split()) > 4 and not lines & {*re.findall("`(.*?)`", hint)}
+
+
+def test_a_hint_that_a_notebook_folds_is_the_one_that_its_exercise_gives():
+    hints = exercises.hints()
+    for source in SOURCES.values():
+        exercise = ""
+        for cell in source["cells"]:
+            text = "".join(cell["source"])
+            exercise = ([exercise] + re.findall(r'exercises\.check\("(\w+)"', text))[-1]
+            for number, folded in re.findall(r"<summary>Hint (\d)</summary>\n(.*?)</details>", text, re.DOTALL):
+                assert folded.split() == hints[exercise][int(number) - 1].split(), exercise
 
 
 def test_hints_come_one_after_the_other_and_are_named_from_the_second_refusal_on(capsys, monkeypatch):

@@ -225,6 +225,16 @@ def clocked_behind_others(call, queue, now) -> float:
     return 1000 * (now() - start)
 
 
+def ell_masked(ell, b):
+    used = torch.arange(ell.slots) < ell.count[:, None]
+    return (torch.where(used, ell.value, 0)[:, :, None] * b[ell.column.long()]).sum(1)
+
+
+def agrees_everywhere(product) -> bool:
+    a, b = torch.randn(30, 40), torch.randn(40, 20)
+    return torch.allclose(product(a, b).double(), a.double() @ b.double(), rtol=0.01)
+
+
 def agrees(product, passes=lambda error: error < 0.01, exact=lambda a, b: a.double() @ b.double()):
     a, b = torch.randn(20, 30), torch.randn(30, 10)
     want = exact(a, b)
@@ -291,8 +301,10 @@ WRONG = [
     ("ell_times_dense", lambda ell, b: (ell.value[:, :, None] * b[ell.column.long()]).sum(1)),  # trusts unused slots
     ("break_even_density", lambda dense_ms, slower, conversion_ms: (1 - conversion_ms / dense_ms) / slower),  # above 1
     ("timed_call", clocked_behind_others),
+    ("ell_times_dense", ell_masked),  # trusts their columns
     ("agrees", lambda product: agrees(product, passes=lambda error: not error > 0.01)),  # NaN is not above anything
     ("agrees", lambda product: agrees(product, exact=lambda a, b: product(a, b).double())),
+    ("agrees", agrees_everywhere),
     ("ran", lambda layer, x: ["t", "mm"]),
     (
         "differences",
@@ -320,6 +332,7 @@ WRONG = [
     ("sparsest_within", lambda runs, twin, more: min(nnz for nnz, loss in runs)),
     ("pack_tile", lambda gate, words: pack_by_hand(gate.nan_to_num(0.0), words)),
     ("pack_tile", lambda gate, words: [min(int((~(gate <= 0)).sum()), words - 1)] + pack_by_hand(gate, words)[1:]),
+    ("pack_tile", lambda gate, words: [word - (word >> 31 << 32) for word in pack_by_hand(gate, words)]),  # signed
     # L1 of a sum that is never negative
     ("factor_gradients", lambda *given: factor_gradients(*given, sign=torch.ones_like)),
     ("factor_gradients", factor_gradients_by_autograd),

@@ -21,7 +21,7 @@ import json, pathlib, twell_lab
 from twell_lab import core
 from twell_lab.course import sweep
 assert [sweep.checkpoint(name).config.d_ff for name in ('l1-free', 'small', 'sparse')] == [384, 512, 384]
-assert core.is_installed() and core.new_records_dir() == pathlib.Path.cwd()
+assert core.INSTALLED and core.new_records_dir() == pathlib.Path.cwd()
 print(json.dumps({"package": twell_lab.__file__, "kernels": str(core.kernels_dir()), "data": str(core.data_dir())}))
 """
 

@@ -4,6 +4,7 @@ measured on the device."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -38,12 +39,9 @@ def by_choice(
     for path in paths.values():
         if not path.helps(tokens, rates) or path.splits and not apart:
             continue
-        sizes = [hot] if path.splits and hot else path.sizes(firing.d_ff)
-        choices = (Choice(path.name, size) for size in sizes)
+        choices = [Choice(path.name, n) for n in ([hot] if path.splits and hot else path.sizes(firing.d_ff))]
         totals = {choice: predict(choice, firing, rates, tokens, itemsize)["total"] for choice in choices}
-        if totals:
-            best = min(totals, key=totals.__getitem__)
-            found[best] = totals[best]
+        found |= dict(sorted(totals.items(), key=lambda total: total[1])[:1])
     return found
 
 
@@ -55,15 +53,13 @@ def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype |
     large = device.type == "cuda"
     dtype = dtype or clock.dtype_for(device)
     source = torch.ones(2**28 if large else 2**25, dtype=torch.uint8, device=device)
-    target, tiny = torch.empty_like(source), torch.zeros(8, 8, dtype=dtype, device=device)
+    target, tiny = torch.empty_like(source), torch.zeros(8, 8, dtype=dtype, device=device)  # tiny: all launch
     n, k = (8192, 2048) if large else (512, 512)
     a, b = torch.ones(n, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
     rows, d_model, d_ff = (4096, 2048, 4096) if large else (32, 512, 2048)
     fewer, more = (16, 80) if large else (2, 12)
 
-    def repeat(
-        times: int, turn: int
-    ) -> None:  # operations that are too small to take any time but that of their launch
+    def repeat(times: int, turn: int) -> None:
         result = tiny
         for _ in range(times):
             result = torch.mm(result, result)
@@ -74,11 +70,8 @@ def measure_rates(device: str | torch.device | None = None, dtype: torch.dtype |
         layer, inputs = clock.workload(rows, d_model, d_ff, nnz, "uniform", dtype, device)
         sparse = SparseFFN.from_module(layer.eval(), plan=Choice("twell"))
         calls[str(nnz)] = lambda turn, sparse=sparse, inputs=inputs: sparse(inputs[turn % len(inputs)])
-    if large:
-        with torch.cuda.device(device):
-            samples = clock.time_cuda(calls, 10)
-    else:
-        samples = clock.time_calls(calls, device, seconds=0.4)
+    with torch.cuda.device(device) if large else nullcontext():
+        samples = clock.time_cuda(calls, 10) if large else clock.time_calls(calls, device, seconds=0.4)
     # The least of each: what else runs on the device makes some calls longer, and differences of middles any number.
     took = {name: min(values) / 1e3 for name, values in samples.items()}
     read = rows * (more - fewer) * 2 * d_model * dtype.itemsize

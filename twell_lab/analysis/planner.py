@@ -3,21 +3,19 @@
 1. Every path is predicted from counted bytes and operations over the device's measured rates (analysis.costs).
 2. Layers of one shape and kind whose predictions are alike share trials: the one that fires most is timed for all.
 3. Timed are the paths predicted to take at most _REACH times as long as the best, and all further ones that were named,
-   on copies of that layer, in turns, beside the layer as torch computes it, for the caller's way of calling: "eager",
-   "compiled" or "captured".
+   on copies of that layer, in turns, beside the layer as torch computes it, for the caller's way of calling.
 4. A path is taken where it is MARGIN times as fast as both dense ones, at the largest count of its class, and at the
    smallest is not slower.
 5. Hot/cold puts a layer's neurons in another order, in which TwELL may overflow its first tiles. So it is timed
    together with TwELL in that order, and taken where it is MARGIN_HOT times as fast as the best without, in some class,
-   and no other class loses by it.
-6. Layers that no path takes, or that cannot be timed, stay dense, and the plan says why."""
+   and no other class loses by it."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
@@ -34,7 +32,7 @@ from ..layers.choice import DENSE, LOSSY, MARGIN, Candidate, Choice, LayerPlan
 from ..layers.experts import Expert
 from ..layers.find import FeedForward, Only, StandIn, cut_places, feed_forwards, only_dense
 from ..layers.lossy import ThresholdedInput
-from ..layers.parts import Weights, named_family, parts_of
+from ..layers.parts import Projection, Weights, named_family, parts_of
 from ..layers.paths import PATHS, Path
 from ..layers.sparse_ffn import FOR_CUT, ONLY_CUT, SparseFFN
 from ..ops import clock
@@ -43,7 +41,6 @@ from .costs import Firing, Rates, by_choice, measure_rates
 from .profile import FiringProfile, LayerProfile, captured, check_same
 from .saved import Saved
 
-TOKENS = (1, 64, 2048, 16384)
 CALLS = ("eager", "compiled", "captured")
 MARGIN_HOT = 1.05  # how many times as fast as the best path without it hot/cold has to be
 MARGIN_PREDICTED = 1.1  # how many times as fast as dense where nothing is timed
@@ -118,15 +115,13 @@ class Plan(Saved):
 
     def check_model(self, layers: Iterable[FeedForward]) -> None:
         """Raise InputError unless the plan is for a model with these layers, where they are now."""
-        have, planned = ({layer.name: layer for layer in some} for some in (layers, self.layers))
-        check_same(planned, have, "the plan", "the model")
+        have = {layer.name: layer for layer in layers}
+        check_same({layer.name: layer for layer in self.layers}, have, "the plan", "the model")
         weight = have[self.layers[0].name].up.weight
-        here = clock.device_name(weight.device), str(weight.dtype).removeprefix("torch.")
-        if (self.device, self.dtype) != here:
-            raise InputError(
-                f"the plan is for {self.device}, {self.dtype}; the model is on {here[0]}, {here[1]}: a plan made there "
-                "is accepted (tl.plan, twell-lab sparsify)"
-            )
+        here = f"{clock.device_name(weight.device)}, {str(weight.dtype).removeprefix('torch.')}"
+        if f"{self.device}, {self.dtype}" != here:
+            said = f"the plan is for {self.device}, {self.dtype}; the model is on {here}"
+            raise InputError(f"{said}: a plan made there is accepted (tl.plan, twell-lab sparsify)")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Self:
@@ -138,17 +133,15 @@ def chosen(layer: LayerPlan) -> list[dict]:
     """List one row a class of token counts of a layer's plan: `layer`, `nnz`, `tokens`, `choice`, `us` and `dense_us`
     (None where nothing is known), `x_dense`, `how` and on which layer they were measured, and `why`."""
     rows = []
-    for tokens, choice in layer.choices.items():
-        weighed = [row for row in layer.candidates if row.tokens == tokens]
-        taken = next(row for row in weighed if row.chosen)
-        dense = next((row for row in weighed if row.choice == DENSE), taken)
+    for taken in sorted((row for row in layer.candidates if row.chosen), key=lambda row: row.tokens):
+        dense = next((row for row in layer.candidates if (row.tokens, row.choice) == (taken.tokens, DENSE)), taken)
         us, dense_us, how = taken.predicted_us or None, dense.predicted_us or None, "predicted"
         if taken.measured_us is not None:
-            us, dense_us, how = taken.measured_us, taken.dense_us, "measured"
-            us = dense_us if layer.unchanged else us  # nothing is swapped
-            how += "" if taken.timed_on in (None, layer.name) else f" on {taken.timed_on}"
-        row = {"layer": layer.name, "nnz": layer.nnz if layer.profiled else None, "tokens": tokens}
-        row |= {"choice": str(choice), "us": us, "dense_us": dense_us}
+            dense_us = taken.dense_us
+            us = dense_us if layer.unchanged else taken.measured_us  # nothing is swapped
+            how = "measured" if taken.timed_on in (None, layer.name) else f"measured on {taken.timed_on}"
+        row = {"layer": layer.name, "nnz": layer.nnz if layer.profiled else None, "tokens": taken.tokens}
+        row |= {"choice": str(taken.choice), "us": us, "dense_us": dense_us}
         rows.append({**row, "x_dense": dense_us / us if us and dense_us else None, "how": how, "why": taken.why})
     return rows
 
@@ -157,7 +150,7 @@ def plan(
     profile: FiringProfile,
     model: nn.Module,
     *,
-    tokens: Iterable[int] = TOKENS,
+    tokens: Iterable[int] = (1, 64, 2048, 16384),
     calls: str = "eager",
     paths: Iterable[str] | None = None,
     batches: Iterable | None = None,
@@ -184,12 +177,9 @@ def plan(
     Raises InputError for a profile that does not fit the model, and other arguments that do not; for a path that no
     layer takes, the first layer's reason, of its own type."""
     if not isinstance(profile, FiringProfile):
-        raise InputError(
-            f"profile is a {type(profile).__name__}; a FiringProfile, as profile() returns it, is accepted"
-        )
+        raise InputError(f"profile is a {type(profile).__name__}; a FiringProfile of tl.profile is accepted")
     tokens = [tokens] if isinstance(tokens, int) else list(tokens)
-    whole = all(type(count) is int and 0 < count < WHOLE for count in tokens)
-    if not tokens or not whole or len({*tokens}) < len(tokens):
+    if not tokens or not all(type(n) is int and 0 < n < WHOLE for n in tokens) or len({*tokens}) < len(tokens):
         raise InputError(f"tokens is {tokens!r:.200}; different whole numbers from 1 to 2**63 - 1 are accepted")
     layers = {layer.name: layer for layer in feed_forwards(model, only=only)}
     check_same({layer.name: layer for layer in profile.layers}, layers, "the profile", "the model")
@@ -199,31 +189,34 @@ def plan(
         raise InputError(f"calls is {calls!r:.80} on {device}; accepted: {', '.join(CALLS)} (the last on a GPU)")
     if dtype not in VALUE_DTYPES:
         raise InputError(f"the model's weights are {dtype}; bfloat16, float16 and float32 are accepted")
-    batches = None if batches is None else [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
-    if batches == []:
-        raise InputError("batches is empty; accepted: at least one input of the model, or None")
-    fitted, rates, drawn = _fitted(paths, found), rates or measure_rates(device, dtype), measure and batches is None
-    rows = [_Weighed(*each, rates, sorted(tokens), drawn) for each in zip(profile.layers, found, fitted)]
-    groups: dict[_Weighed, list[_Weighed]] = {}  # of layers that share trials, by the one that should take longest
-    for row in sorted((row for row in rows if not row.reason), key=_Weighed.expected, reverse=True):
-        groups.setdefault(next((first for first in groups if first.alike(row)), row), []).append(row)
-    inputs: dict[str, Tensor] = {}
-    if measure and groups and batches is not None:
+    fitted, rates = _fitted(paths, found), rates or measure_rates(device, dtype)
+    candidates: dict[str, list[Candidate]] = {}
+    trials = []
+    for layer, dense, options in zip(profile.layers, found, fitted):
+        why = only_dense(dense)
+        if not layer.tokens:
+            why = "no token reached it in the profile"
+        elif isinstance(dense.module, Expert):
+            why = "an expert: the model computes all of them together"
+        elif dense.cut is not None and measure and batches is None:
+            why = "its inputs have thresholds, so it is timed on batches, and there are none"
+        candidates[layer.name] = [Candidate(n, DENSE.path, 0, 0.0, None, True, why) for n in sorted(tokens)]
+        trials += [] if why else [Trial(layer, dense, options, rates, sorted(tokens))]
+    groups: dict[Trial, list[Trial]] = {}  # of layers that share trials, by the one that should take longest
+    for trial in sorted(trials, key=lambda trial: -sum(sum(took.values()) for took in trial.predicted.values())):
+        groups.setdefault(next((first for first in groups if first.alike(trial)), trial), []).append(trial)
+    measure, inputs = measure and bool(groups), {}
+    if measure and batches is not None:
         inputs = captured(model, batches, [first.layer.name for first in groups], min(_ROWS, max(tokens)))
     beside = sum(p.nbytes for p in model.parameters())
-    dense = Candidate(1, DENSE.path, 0, 0.0, None, True, "")
-    candidates = {row.layer.name: [replace(dense, tokens=n, why=row.reason) for n in sorted(tokens)] for row in rows}
-    with tqdm(groups.items(), unit="group", desc="plan", leave=False, disable=None if progress else True) as bar:
-        for first, group in bar:
-            bar.set_postfix_str(first.layer.name, refresh=False)
-            x = inputs.pop(first.layer.name, None)
-            trial = Trial(first.layer, first.found, first.hot, calls, x, beside) if measure else None
-            candidates |= dict.fromkeys((row.layer.name for row in group), first.decide(trial))
-            del trial  # its copies of the layer go before the next one's come
-    source = (CAPTURED if batches else DRAWN) if measure and groups else None
-    plans = [
-        replace(LayerPlan.forced(layer, DENSE), candidates=tuple(candidates[layer.name])) for layer in profile.layers
-    ]
+    for first, group in tqdm(groups.items(), "plan", unit="group", leave=False, disable=None if progress else True):
+        if measure:
+            first.prepare(calls, inputs.pop(first.layer.name, None), beside)
+        candidates |= dict.fromkeys((trial.layer.name for trial in group), first.decide())
+        first.timed, first.x, first.ways = first.found, torch.empty(0), {}  # copies go before the next one's come
+    plans = [LayerPlan.forced(layer, DENSE) for layer in profile.layers]
+    plans = [replace(plan, candidates=tuple(candidates[plan.name])) for plan in plans]
+    source = None if not measure else DRAWN if batches is None else CAPTURED
     return Plan(plans, rates.device, rates.dtype, dict(vars(rates)), calls, source)
 
 
@@ -252,195 +245,117 @@ def _fitted(paths: Iterable[str] | None, layers: list[FeedForward]) -> list[dict
     return fitted
 
 
-class _Weighed:
-    """A layer, and what each path should take.
+class Trial:
+    """A layer, what each path should take, and, once it is prepared, what it takes.
 
-    predicted: microseconds of each choice, by class; on a path that splits, of one hot size for all classes, since the
-    neurons can lie in one order only. reason: why it is dense without further ado; "" where it is not. kind: what
-    layers that share trials have in common."""
+    predicted: microseconds of each choice, by class. hot: how many neurons hot/cold has first, of all classes, since
+    they can lie in one order only; 0 where that is not weighed. kind: what layers that share trials have in common.
+    ways: what is timed. errors: of each lossy choice the norm of its output's error over that of the output. refused:
+    of each choice that the layer cannot take, why."""
 
     def __init__(
-        self,
-        layer: LayerProfile,
-        found: FeedForward,
-        paths: dict[str, Path],
-        rates: Rates,
-        tokens: list[int],
-        drawn: bool,
+        self, layer: LayerProfile, found: FeedForward, paths: dict[str, Path], rates: Rates, tokens: list[int]
     ) -> None:
-        self.layer, self.found, self.paths, self.rates = layer, found, paths, rates
-        self.reason = only_dense(found)
-        if not layer.tokens:
-            self.reason = "no token reached it in the profile"
-        elif isinstance(found.module, Expert):
-            self.reason = "an expert: the model computes all of them together"
-        elif found.cut is not None and drawn:
-            self.reason = "its inputs have thresholds, so it is timed on batches, and there are none"
-        if self.reason:
-            return
-        self.firing = Firing.of(layer)
+        self.layer, self.found, self.paths, self.rates, self.firing = layer, found, paths, rates, Firing.of(layer)
         self.hot = max(choice.hot for choice in by_choice(self.firing, rates, tokens[-1], paths))
         self.predicted = {count: self.predict(count) for count in tokens}
-        weight, biases = found.up.weight, [projection.bias is None for projection in (found.up, found.down)]
-        acts = kernel_activation(found) or found.acts
+        acts, biases = kernel_activation(found) or found.acts, (part.bias is None for part in (found.up, found.down))
         own = found.name if any(path.patterned for path in paths.values()) else ""  # its zeros are its own
-        self.kind = (layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, *paths, weight.dtype)
-        self.kind += (weight.device, str(acts), found.cut is None, own, *biases)
+        self.kind = (layer.d_model, layer.d_ff, layer.gated, layer.tile, layer.words, found.up.weight.dtype, *paths)
+        self.kind += (found.up.weight.device, str(acts), found.cut is None, own, *biases)
+        self.timed, self.x, self.ways = found, torch.empty(0), dict[Option | None, nn.Module]()
+        self.errors: dict[Choice, float] = {}
+        self.refused: dict[Choice, str] = {}
 
     def predict(self, tokens: int) -> dict[Choice, float]:
         return by_choice(self.firing, self.rates, tokens, self.paths, self.hot)
 
-    def expected(self) -> float:
-        return sum(sum(took.values()) for took in self.predicted.values())
-
-    def alike(self, other: _Weighed) -> bool:
+    def alike(self, other: Trial) -> bool:
         """Return whether the layers can share trials."""
-        ratios = [1.0]
-        for count, mine in self.predicted.items():
-            theirs = {choice.path: us for choice, us in other.predicted[count].items()}
-            ratios += [us / theirs[choice.path] for choice, us in mine.items() if choice.path in theirs]
-        return self.kind == other.kind and max(max(ratios), 1 / min(ratios)) <= ALIKE
+        both = zip(self.predicted.values(), other.predicted.values())
+        pairs = [pair for mine, its in both for pair in zip(mine.values(), its.values())]
+        return self.kind == other.kind and all(1 / ALIKE <= mine / its <= ALIKE for mine, its in pairs)
 
-    def decide(self, trial: Trial | None) -> list[Candidate]:
+    def decide(self) -> list[Candidate]:
         """Return the candidates of each class, from few tokens to many, one of each chosen."""
-        times = {count: self._times(trial, count, None) for count in self.predicted}
-        margin = MARGIN_PREDICTED if trial is None else MARGIN
-        best = {
-            order: {count: _fastest(took, order, margin) for count, took in times.items()} for order in (False, True)
-        }
-        hot, candidates, least = _pays(times, best, margin), [], 1
+        times = {count: self._times(count) for count in self.predicted}
+        margin = MARGIN if self.ways else MARGIN_PREDICTED
+        best, gains, loses = {}, False, False
         for count, took in times.items():
-            choice, slow = best[hot][count], ""
+            own, other = _fastest(took, False, margin), _fastest(took, True, margin)
+            best[count] = {False: own, True: other}
+            without, instead = took[own, False], took[other, other != DENSE]
+            gains |= other.hot > 0 and instead * max(MARGIN_HOT, margin) <= without
+            loses |= instead > MARGIN * without
+        hot, least, candidates = gains and not loses, 1, []
+        for count, took in times.items():
+            choice, slow = best[count][hot], ""
             if choice != DENSE and 1 < least < count:
-                first = self._times(trial, least, choice)
+                first = self._times(least, choice)
                 if first[choice, hot] > MARGIN * _dense(first):
                     choice, slow = DENSE, f"{choice} is slower than dense at {least:,} tokens, the fewest of its class"
-            rows = self._rows(count, took, choice, hot, trial)
-            candidates += [replace(row, why=slow if slow and row.chosen else row.why) for row in rows]
+            candidates += self._rows(count, took, choice, hot, slow)
             least = count + 1
         return candidates
 
-    def _times(self, trial: Trial | None, tokens: int, choice: Choice | None) -> Times:
-        """Return the times of a choice, or of what is near the best prediction; without a trial the predictions."""
+    def _times(self, tokens: int, choice: Choice | None = None) -> Times:
+        """Return the times of a choice, or of what is near the best prediction; unless prepared, the predictions."""
         predicted = self.predict(tokens)
-        if trial is None:
+        if not self.ways:
             plain = {(option, False): us for option, us in predicted.items() if not option.hot}
             ordered = {(option, True): us for option, us in predicted.items() if PATHS[option.path].packs}
             return {None: predicted[DENSE], **plain, **ordered}
-        reach = _REACH * min(predicted.values())
-        near = [option for option, us in predicted.items() if us <= reach or option.path in PATHS.further]
-        return trial.run(tokens, [choice] if choice else [option for option in near if option != DENSE])
+        best = min(predicted.values())
+        near = [option for option, us in predicted.items() if us <= _REACH * best or option.path in PATHS.further]
+        return self.run(tokens, [choice] if choice else [option for option in near if option != DENSE])
 
-    def _rows(self, tokens: int, took: Times, choice: Choice, hot: bool, trial: Trial | None) -> list[Candidate]:
-        predicted, how = self.predicted[tokens], "predicted" if trial is None else "timed"
-        in_order = {option: option.hot > 0 or hot and option != DENSE for option in predicted}
-        times = {option: took[option, ordered] for option, ordered in in_order.items() if (option, ordered) in took}
+    def _rows(self, tokens: int, took: Times, choice: Choice, hot: bool, slow: str) -> list[Candidate]:
+        predicted, how = self.predicted[tokens], "timed" if self.ways else "predicted"
+        in_order = {option: (option, option.hot > 0 or hot and option != DENSE) for option in predicted}
+        times = {option: took[way] for option, way in in_order.items() if way in took}
         fastest, dense, rows = min(times, key=times.__getitem__), _dense(took), []
         for option, expected in predicted.items():
-            us, refused = times.get(option), "" if trial is None else trial.refused.get(option, "")
+            us = times.get(option)
             if us is None:
-                why = refused or f"not timed: predicted {expected / predicted[DENSE]:.2f}x dense's time"
-            elif trial is None and option != DENSE and expected == predicted[DENSE]:
+                why = self.refused.get(option, f"not timed: predicted {expected / predicted[DENSE]:.2f}x dense's time")
+            elif not self.ways and option != DENSE and expected == predicted[DENSE]:
                 why = "nothing predicts it: it has to be timed"
             elif option != choice:
                 why = f"{us / times[choice]:.2f}x the time of the choice, {how}"
                 why += ", its neurons in another order" if option.hot and not hot else ""
-            elif choice == DENSE and times[fastest] < dense:
-                why = f"{fastest} is {dense / times[fastest]:.2f}x dense, too little, {how}"
+            elif choice != DENSE:
+                why = f"{dense / us:.2f}x dense, {how}"
+            elif times[fastest] < dense:
+                why = slow or f"{fastest} is {dense / times[fastest]:.2f}x dense, too little, {how}"
             else:
-                why = f"fastest, {how}" if choice == DENSE else f"{dense / us:.2f}x dense, {how}"
-            if not PATHS[option.path].exact:
-                off = None if trial is None else trial.errors.get(option)
-                why += f"; {LOSSY}" + ("" if off is None else f": its output is {off:.2%} off")
-            row = Candidate(tokens, option.path, option.hot, expected, None, option == choice, why)
-            timed = trial is not None and us is not None
-            rows.append(replace(row, measured_us=us, dense_us=took[None], timed_on=self.layer.name) if timed else row)
+                why = slow or f"fastest, {how}"
+            off = f": its output is {self.errors[option]:.2%} off" if option in self.errors else ""
+            why += "" if PATHS[option.path].exact else f"; {LOSSY}{off}"
+            timed = (us, took[None], self.layer.name) if self.ways and us is not None else (None, None, None)
+            row = Candidate(tokens, option.path, option.hot, expected, timed[0], option == choice, why, *timed[1:])
+            rows.append(row)
         return rows
 
+    def prepare(self, calls: str, x: Tensor | None, beside: int) -> None:
+        """Have the layer at hand as torch computes it, for this way of calling, beside so many bytes of weights.
 
-def _dense(took: Times) -> float:
-    """Return the time of the faster dense layer, torch's or ours."""
-    return min(took[None], took[DENSE, False])
-
-
-def _fastest(took: Times, ordered: bool, margin: float) -> Choice:
-    """Return the fastest choice in this order of the neurons if it is `margin` times as fast as dense, else dense."""
-    options = [option for option in took if option and option[1] == ordered and option[0] != DENSE]
-    best = min(options, key=took.__getitem__, default=None)
-    return best[0] if best and took[best] * margin <= _dense(took) else DENSE
-
-
-def _pays(times: dict[int, Times], best: dict[bool, dict[int, Choice]], margin: float) -> bool:
-    gains, loses = False, False
-    for count, took in times.items():
-        without = took[best[False][count], False]
-        instead = took[best[True][count], best[True][count] != DENSE]
-        gains |= best[True][count].hot > 0 and instead * max(MARGIN_HOT, margin) <= without
-        loses |= instead > MARGIN * without
-    return gains and not loses
-
-
-class Plain(nn.Module):
-    """A feed-forward layer under usual names, computed as the model does, with its weights and none of its hooks."""
-
-    def __init__(self, found: FeedForward) -> None:
-        super().__init__()
-        self.both, squared = found.both, found.gate is found.up
-        if found.gate is not None and not squared:
-            self.gate_proj = _projection(found.gate)
-        self.up_proj, self.down_proj = _projection(found.up), _projection(found.down)
-        self.act_fn = copy.copy(found.acts) if found.acts else SquaredReLU() if squared else nn.ReLU()
-        for place, projections in cut_places(parts_of(self)).items() if found.cut else ():
-            copy.copy(ThresholdedInput.of(found.module)[f"lossy_{place}"]).put_on(self, place, projections)
-        self.eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "gate_proj"):
-            return self.down_proj(self.act_fn(self.up_proj(x)))
-        hidden, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
-        return self.down_proj(hidden * (self.act_fn(up) if self.both else up))
-
-
-def _projection(projection: nn.Linear) -> nn.Linear:
-    rows, columns = projection.weight.shape
-    plain = nn.Linear(columns, rows, projection.bias is not None, device="meta", dtype=projection.weight.dtype)
-    for name, tensor in (("weight", projection.weight), ("bias", projection.bias)):
-        if tensor is not None:
-            setattr(plain, name, nn.Parameter(tensor.detach(), requires_grad=False))
-    return plain
-
-
-class Trial:
-    """One layer, timed for one way of calling.
-
-    hot: how many neurons hot/cold has first; 0 where that is not weighed. x: inputs of it, [rows, d_model]; without
-    them a drawn one is timed, of its shape, in which each neuron fires as often. A path that takes a layer for where
-    its zeros lie has its own weights even then. errors: of each lossy choice the norm of its output's error over that
-    of the output. refused: of each choice that the layer cannot take, why."""
-
-    def __init__(
-        self, layer: LayerProfile, found: FeedForward, hot: int, calls: str, x: Tensor | None, beside: int
-    ) -> None:
-        self.layer, self.hot, self.calls, self.beside = layer, hot, calls, beside
-        self.errors: dict[Choice, float] = {}
-        self.refused: dict[Choice, str] = {}
-        self.own, self.device = found, found.up.weight.device
+        x: inputs of it, [rows, d_model]; without them a drawn one is timed, of its shape, in which each neuron fires as
+        often. A path that takes a layer for where its zeros lie has its own weights even then."""
+        self.calls, self.beside, layer, weight = calls, beside, self.layer, self.found.up.weight
         if x is None:
-            how = {"shrink": layer.d_ff**0.5, "gated": layer.gated}
-            often, dtype = layer.neuron_counts.double() / layer.tokens, found.up.weight.dtype
-            drawn, inputs = clock.drawn(often, _ROWS, layer.d_model, dtype, self.device, **how)
-            x, (found,) = torch.cat(inputs), feed_forwards(drawn)
-        self.found, self.x = found, x.to(self.device, found.up.weight.dtype)
+            often, how = layer.neuron_counts.double() / layer.tokens, {"shrink": layer.d_ff**0.5, "gated": layer.gated}
+            drawn, inputs = clock.drawn(often, _ROWS, layer.d_model, weight.dtype, weight.device, **how)
+            x, (self.timed,) = torch.cat(inputs), feed_forwards(drawn)
+        self.x, module = x.to(weight), self.timed.module
         # Its own module where one projection holds gate and up, if no other process has to call it too.
-        family = None if isinstance(found.module, StandIn) else named_family(found.module)
+        family = None if isinstance(module, StandIn) else named_family(module)
         fused = family is not None and family.gate == family.up and not torch.distributed.is_initialized()
-        self.ways: dict[Option | None, nn.Module] = {None: self._ready(found.module if fused else Plain(found))}
+        self.ways[None] = self._ready(module if fused else Plain(self.timed))
 
     def run(self, tokens: int, choices: list[Choice]) -> Times:
         """Return the times of the layer as torch computes it, of our dense path, and of these choices."""
-        count = tokens
-        if self.device.type == "cpu":
-            count = max(1, min(tokens, _CPU_PRODUCTS // (3 * self.own.up.weight.numel())))
+        most = _CPU_PRODUCTS // (3 * self.found.up.weight.numel()) if self.x.device.type == "cpu" else tokens
+        count = max(1, min(tokens, most))
         wanted = [(choice, False) for choice in (DENSE, *choices) if not choice.hot]
         ordered = [(choice, True) for choice in choices if choice.hot or choice == Choice()]
         if self.hot and ordered:
@@ -456,12 +371,11 @@ class Trial:
                     self.errors[option[0]] = off.item()
             calls = {option: lambda turn, way=way: way(inputs[turn % len(inputs)]) for option, way in ways.items()}
             if self.calls == "captured":
-                with torch.cuda.device(self.device):
+                with torch.cuda.device(self.x.device):
                     took = clock.time_cuda({option: clock.graphed(call) for option, call in calls.items()}, 10)
             else:
-                many = torch._dynamo.config.patch(recompile_limit=256) if self.calls == "compiled" else nullcontext()
-                with many:
-                    took = clock.time_calls(calls, self.device, beside=self.beside)
+                with torch._dynamo.config.patch(recompile_limit=256) if self.calls == "compiled" else nullcontext():
+                    took = clock.time_calls(calls, self.x.device, beside=self.beside)
         us = {option: 1e3 * clock.quartiles(values)[0] * tokens / count for option, values in took.items()}
         return {(DENSE, False): us[None], **us}
 
@@ -472,13 +386,52 @@ class Trial:
             if ordered:  # as a layer lies that takes hot/cold for more tokens than there are
                 row = replace(plan.candidates[0], tokens=_LAST)
                 plan = replace(plan, candidates=(row, replace(row, tokens=_LAST + 1, path="hot_cold", hot=self.hot)))
-            source = self.own if PATHS[choice.path].patterned else self.found
+            source = Plain(self.found if PATHS[choice.path].patterned else self.timed)
             try:
-                way = SparseFFN.from_module(copy.deepcopy(Plain(source)), plan=plan)
-                self.ways[choice, ordered] = self._ready(way)
+                self.ways[choice, ordered] = self._ready(SparseFFN.from_module(copy.deepcopy(source), plan=plan))
             except TwellError as error:
                 self.refused[choice] = str(error)
         return choice not in self.refused
 
     def _ready(self, module: nn.Module) -> nn.Module:
         return torch.compile(module, dynamic=False) if self.calls == "compiled" else module
+
+
+def _dense(took: Times) -> float:
+    """Return the time of the faster dense layer, torch's or ours."""
+    return min(took[None], took[DENSE, False])
+
+
+def _fastest(took: Times, ordered: bool, margin: float) -> Choice:
+    """Return the fastest choice in this order of the neurons if it is `margin` times as fast as dense, else dense."""
+    options = [option for option in took if option and option[1] == ordered and option[0] != DENSE]
+    best = min(options, key=took.__getitem__, default=None)
+    return best[0] if best and took[best] * margin <= _dense(took) else DENSE
+
+
+class Plain(nn.Module):
+    """A feed-forward layer under usual names, computed as the model does, with its weights and none of its hooks."""
+
+    def __init__(self, found: FeedForward) -> None:
+        super().__init__()
+        self.both, squared = found.both, found.gate is found.up
+        self.gate_proj = None if squared or found.gate is None else _projection(found.gate)
+        self.up_proj, self.down_proj = _projection(found.up), _projection(found.down)
+        self.act_fn = copy.copy(found.acts) if found.acts else SquaredReLU() if squared else nn.ReLU()
+        for place, projections in cut_places(parts_of(self)).items() if found.cut else ():
+            copy.copy(ThresholdedInput.of(found.module)[f"lossy_{place}"]).put_on(self, place, projections)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(self.up_proj(x)))
+        hidden, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
+        return self.down_proj(hidden * (self.act_fn(up) if self.both else up))
+
+
+def _projection(part: Projection) -> nn.Linear:
+    (rows, columns), given = part.weight.shape, {"weight": part.weight.detach()}
+    given |= {} if part.bias is None else {"bias": part.bias.detach()}
+    plain = nn.Linear(columns, rows, "bias" in given, device="meta").requires_grad_(False)
+    plain.load_state_dict(given, assign=True)
+    return plain

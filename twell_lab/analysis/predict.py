@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, reduce
 from statistics import median_low
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from .profile import FiringProfile
 _MATMUL, _LAUNCH = 7.65e14, 2.5e-6
 _REACHED = "H100 SXM"
 _WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
-_WIDEST = 2**18  # d_ff
+_WIDEST = 2**17  # d_ff
 _FORCED = re.compile(r"forced (\w+)(?: (\d+))?")  # in records, a path that all layers took
 
 
@@ -38,10 +39,8 @@ def firing_of(nnz: float, d_model: int = 2048, d_ff: int = 5632, gated: bool = T
     """Return how a layer fires of whose d_ff neurons nnz fire for a token on average, independently of each other, each
     as often as ops.clock.firing_rates says. InputError for sizes, an nnz and a workload that no such layer has."""
     if not all(type(size) is int for size in (d_model, d_ff)) or min(d_model, d_ff) < 1 or d_ff > _WIDEST:
-        raise InputError(
-            f"d_model is {d_model!r:.80} and d_ff {d_ff!r:.80}; whole numbers from 1 up are accepted, up to "
-            f"{_WIDEST:,} of d_ff"
-        )
+        said = f"d_model is {d_model!r:.80} and d_ff {d_ff!r:.80}"
+        raise InputError(f"{said}; whole numbers from 1 up are accepted, up to {_WIDEST:,} of d_ff")
     frequency = clock.firing_rates(d_ff, nnz, kind)
     fitting, excess = 1.0, 0.0
     for tile in frequency.split(TILE):
@@ -54,14 +53,7 @@ def firing_of(nnz: float, d_model: int = 2048, d_ff: int = 5632, gated: bool = T
 
 def _sums(rates: Tensor) -> Tensor:
     """Return the probability that 0, 1, ..., n of n neurons fire at these rates: float64 [n + 1]."""
-    n = rates.numel()
-    sums = torch.stack([1 - rates, rates], 1)  # a polynomial for each neuron, multiplied in pairs until one is left
-    while len(sums) > 1:
-        if len(sums) % 2:
-            sums = torch.cat([sums, torch.eye(1, sums.shape[1], dtype=sums.dtype)])
-        size = 2 * sums.shape[1] - 1
-        sums = torch.fft.irfft(torch.fft.rfft(sums[::2], size) * torch.fft.rfft(sums[1::2], size), size)
-    return sums[0, : n + 1].clamp(min=0)
+    return torch.from_numpy(reduce(np.convolve, torch.stack([1 - rates, rates], 1).numpy()))
 
 
 def datasheets() -> list[dict]:
@@ -145,11 +137,9 @@ def verdict(profile: FiringProfile) -> str:
         todo = "worth it for few tokens at once; for many, train with a larger L1 penalty"
     share = f"{min(densities):.2%} to {max(densities):.2%}" if layers[1:] else f"{mean:.2%}"
     middle = f", {mean:.2%} on average" if layers[1:] else ""
-    return (
-        f"{share} of the neurons fire for a token{middle}; {dead:.1%} of all fired for none. On a GPU such as "
-        f"{_REACHED} the layers should take {shares[0]:.2f} of the time that dense ones take for 1 token, and "
-        f"{shares[1]:.2f} for 16,384: {todo}."
-    )
+    fire = f"{share} of the neurons fire for a token{middle}; {dead:.1%} of all fired for none"
+    takes = f"{shares[0]:.2f} of the time that dense ones take for 1 token, and {shares[1]:.2f} for 16,384"
+    return f"{fire}. On a GPU such as {_REACHED} the layers should take {takes}: {todo}."
 
 
 def errors(recorded: list[records.Record] | None = None) -> list[dict]:
@@ -168,7 +158,5 @@ def errors(recorded: list[records.Record] | None = None) -> list[dict]:
             us = parts_of(choice, firing, rates_of(row["device"]), row["tokens"], 2)["total"]
             key = row["tokens"], row["d_model"], row["d_ff"], round(row["nnz"]), kind, row["gated"], choice
             ratios.setdefault(names[row["device"]], {})[key] = us / 1e3 / row["ms"]
-    return [
-        {"gpu": gpu, "layers": len(of), "least": min(of), "median": median_low(of), "most": max(of)}
-        for gpu, of in ((gpu, [*ratio.values()]) for gpu, ratio in ratios.items())
-    ]
+    summary = lambda of: {"layers": len(of), "least": min(of), "median": median_low(of), "most": max(of)}
+    return [{"gpu": gpu, **summary(ratio.values())} for gpu, ratio in ratios.items()]

@@ -66,14 +66,11 @@ class LayerProfile:
             if (many := len(getattr(self, name))) != length:
                 raise InputError(f"{name!r} holds {many} numbers; {length} are accepted")
 
-    def _share(self, counted: float) -> float:
-        return counted / self.tokens if self.tokens else math.nan
-
     # Neurons firing at a token, on average, and the share of them; the share of tokens with at least one tile that
     # fires beyond its slots; NaN where the layer saw no token.
-    mean_nnz = property(lambda self: self._share(self.neuron_counts.sum().item()))
+    mean_nnz = property(lambda self: self.neuron_counts.sum().item() / self.tokens if self.tokens else math.nan)
     density = property(lambda self: self.mean_nnz / self.d_ff)
-    overflow_rows = property(lambda self: self._share(self.overflowing))
+    overflow_rows = property(lambda self: self.overflowing / self.tokens if self.tokens else math.nan)
     # How many neurons fired at no token, and at every one.
     dead = property(lambda self: (self.neuron_counts == 0).sum().item())
     always_on = property(lambda self: (self.neuron_counts == self.tokens).sum().item() if self.tokens else 0)
@@ -107,15 +104,13 @@ class FiringProfile(Saved):
     def __post_init__(self) -> None:
         lengths = [None if counts is None else len(counts) for counts in (self.token_counts, self.token_nnz)]
         if not self.layers or lengths[0] != lengths[1]:
-            raise InputError(
-                f"'layers' holds {len(self.layers)} profiles, 'token_counts' and 'token_nnz' have the lengths "
-                f"{lengths}; one layer or more and one length are accepted"
+            said = (
+                f"'layers' holds {len(self.layers)} profiles, 'token_counts' and 'token_nnz' have the lengths {lengths}"
             )
+            raise InputError(f"{said}; one layer or more and one length are accepted")
 
-    @property
-    def tokens(self) -> int:
-        """The tokens that the layers saw: the largest number among them, should they differ."""
-        return max(layer.tokens for layer in self.layers)
+    # The tokens that the layers saw: the largest number among them, should they differ.
+    tokens = property(lambda self: max(layer.tokens for layer in self.layers))
 
     def table(self) -> list[dict]:
         """Return one row a layer, JSON-able; None stands for what is not known."""
@@ -131,13 +126,12 @@ class FiringProfile(Saved):
         """Return a row for each group of positions in a sequence that was seen: first, last (from 0; None for the group
         without an end), tokens, density (of all layers together) and layers (that of each, or None)."""
         tokens, nnz = (torch.stack([getattr(layer, name) for layer in self.layers]).double() for name in _PLACES)
-        asked = tokens * torch.tensor([[layer.d_ff] for layer in self.layers], device="cpu")
-        share, shares, rows = nnz.sum(0) / asked.sum(0), nnz / asked, []
+        asked, rows = tokens * torch.tensor([[layer.d_ff] for layer in self.layers], device="cpu"), []
         for group, (first, end) in enumerate(pairwise((*POSITIONS, None))):
             if most := int(tokens[:, group].max()):
                 row = {"first": first, "last": None if end is None else end - 1, "tokens": most}
-                layers = [_number(value) for value in shares[:, group].tolist()]
-                rows.append({**row, "density": share[group].item(), "layers": layers})
+                row["density"] = (nnz[:, group].sum() / asked[:, group].sum()).item()
+                rows.append({**row, "layers": [*map(_number, (nnz[:, group] / asked[:, group]).tolist())]})
         return rows
 
     def by_token(self) -> list[dict]:
@@ -146,14 +140,12 @@ class FiringProfile(Saved):
         Empty where the batches did not say which tokens they held."""
         if self.token_counts is None:
             return []
-        everywhere = self.token_nnz.sum().item() / max(1, self.token_counts.sum().item())
-        ids = self.token_counts.nonzero().flatten()
-        nnz = self.token_nnz[ids] / self.token_counts[ids].double()
-        order = nnz.argsort(descending=True, stable=True)
-        return [
-            {"token": token, "count": count, "nnz": fired, "x_mean": fired / everywhere if everywhere else None}
-            for token, count, fired in zip(*(values[order].tolist() for values in (ids, self.token_counts[ids], nnz)))
-        ]
+        mean = self.token_nnz.sum().item() / max(1, self.token_counts.sum().item())
+        seen = self.token_counts.nonzero().flatten()
+        order = seen[(self.token_nnz[seen] / self.token_counts[seen].double()).argsort(descending=True, stable=True)]
+        tokens = zip(*(values.tolist() for values in (order, self.token_counts[order], self.token_nnz[order])))
+        rows = [{"token": token, "count": count, "nnz": fired / count} for token, count, fired in tokens]
+        return [{**row, "x_mean": row["nnz"] / mean if mean else None} for row in rows]
 
     def compare(self, other: FiringProfile) -> Comparison:
         """Compare this profile with another one: another text, or another training. The result's `str` is a table and a
@@ -165,13 +157,12 @@ class FiringProfile(Saved):
         for mine, its in zip(self.layers, other.layers):
             row = {"layer": mine.name, "d_ff": mine.d_ff, "tokens": mine.tokens, "other_tokens": its.tokens}
             row |= {"density": _number(mine.density), "other_density": _number(its.density)}
-            row |= {"ratio": None, "hot_kept": None}
-            if row["density"] and row["other_density"]:
-                most = math.ceil(HOT * mine.d_ff)
-                hot, hot_there = (one.neuron_counts.argsort(descending=True, stable=True)[:most] for one in (mine, its))
-                row["ratio"] = mine.mean_nnz / its.mean_nnz
-                row["hot_kept"] = (mine.neuron_counts[hot_there].sum() / mine.neuron_counts[hot].sum()).item()
-            rows.append(row)
+            both, most = row["density"] and row["other_density"], math.ceil(HOT * mine.d_ff)
+            here, there = (one.neuron_counts.argsort(descending=True, stable=True)[:most] for one in (mine, its))
+            kept = (mine.neuron_counts[there].sum() / mine.neuron_counts[here].sum()).item()
+            rows.append(
+                row | {"ratio": mine.mean_nnz / its.mean_nnz if both else None, "hot_kept": kept if both else None}
+            )
         return Comparison(rows)
 
 
@@ -218,13 +209,10 @@ def count(model: nn.Module, layers: list[FeedForward], batches: Iterable, tile: 
                 add("token_counts", rows, torch.ones_like(rows.ids) if rows.counted is None else rows.counted.long())
 
     run(model, [(counter.layer, partial(see, counter)) for counter in counters], batches, after)
-    profiles = [counter.result() for counter in counters]
+    profiles, known = [counter.result() for counter in counters], sums["token_counts"].any()
     if not any(layer.tokens for layer in profiles):
-        raise InputError(
-            "no feed-forward layer saw a token: the batches were empty, or the model does not call its layers; "
-            "accepted: one token or more"
-        )
-    known = sums["token_counts"].any()
+        why = "the batches were empty, or the model does not call its layers"
+        raise InputError(f"no feed-forward layer saw a token: {why}; accepted: one token or more")
     return FiringProfile(profiles, **{name: counts[:-1].cpu() if known else None for name, counts in sums.items()})
 
 
@@ -250,16 +238,15 @@ def captured(model: nn.Module, batches: Iterable, names: Iterable[str], rows: in
     """Return what enters the feed-forward layers called so when `model` runs on the batches: for each name up to `rows`
     inputs, [rows, d_model], masked positions left out. Batches and errors are those of `profile`."""
     taken: dict[str, list[Tensor]] = {name: [] for name in names}
-    lacking = dict.fromkeys(taken, rows)
+    lacking = lambda name: rows - sum(map(len, taken[name]))
 
     def keep(name: str, x: Tensor, gate: Gate, known: Rows) -> None:
-        if lacking[name]:
-            taken[name].append(known.kept(x)[: lacking[name]])
-            lacking[name] -= len(taken[name][-1])
+        if many := lacking(name):
+            taken[name].append(known.kept(x)[:many])
 
     watched = [(layer, partial(keep, layer.name)) for layer in feed_forwards(model) if layer.name in taken]
-    run(model, watched, batches, lambda *_: not any(lacking.values()))
-    if idle := [name for name, many in lacking.items() if many == rows]:
+    run(model, watched, batches, lambda *_: not any(map(lacking, taken)))
+    if idle := [name for name in taken if lacking(name) == rows]:
         raise InputError(f"no token reached {idle[0]!r} in the batches; accepted: at least one")
     return {name: torch.cat(pieces) for name, pieces in taken.items()}
 
@@ -270,10 +257,9 @@ class Counter:
     def __init__(self, layer: FeedForward, tile: int, words: int) -> None:
         self.layer, self.tile, self.words = layer, tile, words
         self.d_ff, self.d_model = layer.pattern.weight.shape
+        sizes = {"nnz_histogram": [self.d_ff + 1], "neuron_counts": [self.d_ff], "tile_histogram": [tile + 1]}
         # undefined: tokens at which the gate's first answer is NaN, as all are where x holds one
-        sizes = dict.fromkeys(("tokens", "overflowing", "undefined"), ())
-        sizes |= {"nnz_histogram": (self.d_ff + 1,), "neuron_counts": (self.d_ff,), "tile_histogram": (tile + 1,)}
-        sizes |= dict.fromkeys(_PLACES, (len(POSITIONS),))
+        sizes |= dict.fromkeys(("tokens", "overflowing", "undefined"), []) | dict.fromkeys(_PLACES, [len(POSITIONS)])
         self.counts = {name: torch.zeros(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
 
     def add(self, x: Tensor, gate: Gate, rows: Rows | None = None) -> Tensor:
@@ -316,11 +302,9 @@ class Counter:
         counts = {name: count.cpu() for name, count in self.counts.items()}
         numbers = {name: count if count.dim() else count.item() for name, count in counts.items()}
         if broken := numbers.pop("undefined"):
-            raise InputError(
-                f"what enters {self.layer.name!r}, or its gate, is NaN at {broken:,} of {numbers['tokens']:,} tokens, "
-                "where neurons would count as firing; accepted: a model that gives finite values (a training may have "
-                "diverged, float16 may have overflowed)"
-            )
+            said = f"what enters {self.layer.name!r}, or its gate, is NaN at {broken:,} of {numbers['tokens']:,} tokens"
+            why = "a training may have diverged, float16 may have overflowed"
+            raise InputError(f"{said}, which would count as firing; accepted: a model of finite values ({why})")
         sizes = dict(d_model=self.d_model, d_ff=self.d_ff, tile=self.tile, words=self.words)
         return LayerProfile(name=self.layer.name, gated=self.layer.gate is not None, **sizes, **numbers)
 
@@ -346,16 +330,13 @@ class Comparison:
             todo = f"make a plan for each, since {other} of {len(rows)} layers fire another number of neurons"
         elif moved := sum(share < SERVES for share in caught):
             todo = f"make a plan for each if it has hot neurons, since others are hot in {moved} of {len(rows)} layers"
-        return (
-            f"{mean(ratios):.2f} times as many neurons fire as in the other profile, whose hottest {HOT:.0%} catch "
-            f"{mean(caught):.0%} of what the hottest here do: {todo}."
-        )
+        hottest = f"whose hottest {HOT:.0%} catch {mean(caught):.0%} of what the hottest here do"
+        return f"{mean(ratios):.2f} times as many neurons fire as in the other profile, {hottest}: {todo}."
 
     def __str__(self) -> str:
-        columns = ("layer", "density", "other_density", "ratio", "hot_kept")
-        table = records.table(self.rows, {name: name.replace("_", " ") for name in columns})
+        names = ("layer", "density", "other_density", "ratio", "hot_kept")
         return (
-            f"{table}\n"
+            f"{records.table(self.rows, {name: name.replace('_', ' ') for name in names})}\n"
             "density: the share of the neurons that fire at a token, here and in the other profile; ratio: of the two\n"
             f"hot kept: what the other's hottest {HOT:.0%} catch of the firing here, of what the hottest here do\n"
             f"{self.verdict}"
@@ -374,7 +355,6 @@ def check_same(some: Mapping, others: Mapping, here: str, there: str) -> None:
     mine, its = ({name: size(layer) for name, layer in layers.items()} for layers in (some, others))
     if differ := [name for name in mine | its if mine.get(name) != its.get(name)]:
         one, other = (of.get(differ[0], "missing") for of in (mine, its))
+        said = f"layer {differ[0]!r} is {one} in {here} and {other} in {there}"
         more = f", and {len(differ) - 1} more differ" if differ[1:] else ""
-        raise InputError(
-            f"layer {differ[0]!r} is {one} in {here} and {other} in {there}{more}; the same layers are accepted"
-        )
+        raise InputError(f"{said}{more}; the same layers are accepted")

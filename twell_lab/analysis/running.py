@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core import WHOLE, InputError, TwellError
+from ..core import InputError, TwellError
 from ..layers.find import FeedForward
 from ..layers.parts import hidden_of, uncompiled
 
@@ -103,54 +103,50 @@ class _Batch:
     positions, and others none."""
 
     def __init__(self, model: nn.Module, given) -> None:
-        device = next(model.parameters()).device
+        device, named = next(model.parameters()).device, isinstance(given, Mapping)
         given = [given] if isinstance(given, Tensor) else given
         if not isinstance(given, (Mapping, tuple, list)):
             raise InputError(f"a batch is a {type(given).__name__}; accepted: a tensor, mapping or tuple")
-        values = given.values() if isinstance(given, Mapping) else given
+        values = given.values() if named else given
         moved = [value.to(device) if isinstance(value, Tensor) else value for value in values]
-        self.args, self.kwargs = ([], dict(zip(given, moved))) if isinstance(given, Mapping) else (moved, {})
-        self.model = model
+        self.args, self.kwargs = ([], dict(zip(given, moved))) if named else (moved, {})
+        self.model, self.config = model, getattr(model, "config", None)
         self.seen: dict[str, Rows] = {}  # what is known of the tokens that a layer saw: those of encoder and decoder
         # The first argument is taken for token ids, whatever its name.
         asked = inspect.signature(uncompiled(model).forward).parameters.values()
         names = ["input_ids", *[p.name for p in asked if p.kind is p.POSITIONAL_OR_KEYWORD][1:]]
         self.named = dict(zip(names, self.args)) | self.kwargs
+        self.tensors = {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
         self._tokens = {prefix: self._described(prefix) for prefix in ("", "decoder_")}
 
     def reason(self, error: Exception) -> str:
-        tensors = {name: value for name, value in self.named.items() if isinstance(value, Tensor)}
-        ids = tensors.get("input_ids")
+        """Return what is wrong with the batch, by the model's own error."""
+        ids = self.tensors.get("input_ids")
         if isinstance(error, LookupError) and ids is not None and not ids.is_floating_point():
             table = self.model.get_input_embeddings() if hasattr(self.model, "get_input_embeddings") else None
-            size = table.num_embeddings if isinstance(table, nn.Embedding) else WHOLE
-            if (outside := ids[(ids < 0) | (ids >= size)]).numel():
+            size = table.num_embeddings if isinstance(table, nn.Embedding) else vocabulary_of(self.model)
+            if size and (outside := ids[(ids < 0) | (ids >= size)]).numel():
                 return f"has the token {outside[0].item()}; accepted by this model: 0 to {size - 1}"
-            longest = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+            longest = getattr(self.config, "max_position_embeddings", None)
             if isinstance(longest, int) and ids.dim() == 2 and ids.shape[1] > longest:
                 return f"has {ids.shape[1]} tokens in a sequence; accepted by this model: up to {longest}"
-        shown = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in tensors.items())
-        return (
-            f"({shown or 'without a tensor'}) makes the model fail with {type(error).__name__}: {error}; accepted: "
-            "what the model takes, such as token ids [batch, tokens] of a tokenizer with return_tensors='pt'"
-        )
+        shown = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in self.tensors.items())
+        takes = "what the model takes, such as token ids [batch, tokens] of a tokenizer with return_tensors='pt'"
+        failed = f"makes the model fail with {type(error).__name__}: {error}"
+        return f"({shown or 'without a tensor'}) {failed}; accepted: {takes}"
 
     def rows(self, layer: FeedForward, x: Tensor) -> Rows:
         """Return what is known of the rows of x, the layer's input. InputError where a mask does not fit them."""
-        decodes = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        prefix = "decoder_" if decodes and "decoder" in layer.name.split(".") else ""
+        decodes = getattr(self.config, "is_encoder_decoder", False) and "decoder" in layer.name.split(".")
+        prefix, lead = "decoder_" if decodes else "", x.shape[:-1]
         shape, known = self._tokens[prefix]
-        lead = x.shape[:-1]
         chosen, many = getattr(layer.pattern, "given", None) or (None, lead.numel())  # given: to a routed expert
-        turned = shape is not None and lead == shape[::-1] != shape
-        if shape is not None and many == shape.numel() and not turned:
+        if shape is not None and many == shape.numel() and not lead == shape[::-1] != shape:  # not turned
             self.seen[prefix] = known
             return known if chosen is None else known.map(lambda values: values[chosen.to(values.device)])
         if known.counted is not None:
-            mask = list(self.named[f"{prefix}attention_mask"].shape)
-            raise InputError(
-                f"attention_mask has shape {mask}, but a layer saw {many} positions; accepted: one entry a position"
-            )
+            mask = f"attention_mask has shape {list(self.named[f'{prefix}attention_mask'].shape)}"
+            raise InputError(f"{mask}, but a layer saw {many} positions; accepted: one entry a position")
         if len(lead) != 2 or chosen is not None or (shape is not None and lead[0] != shape[0]):
             return Rows()
         return Rows(group=_group(torch.arange(lead[1], device=x.device).expand(lead)))
@@ -158,7 +154,7 @@ class _Batch:
     def _described(self, prefix: str) -> tuple[torch.Size | None, Rows]:
         """Return the shape [batch, sequence] of the tokens whose arguments have this prefix, None where nothing says
         which they are, and what is known of each."""
-        flat = {name: value for name, value in self.named.items() if isinstance(value, Tensor) and value.dim() == 2}
+        flat = {name: value for name, value in self.tensors.items() if value.dim() == 2}
         ids, mask, said = (flat.get(prefix + name) for name in ("input_ids", "attention_mask", "position_ids"))
         ids = None if ids is None or ids.is_floating_point() or ids.dtype == torch.bool else ids
         tokens, counted, position = mask if ids is None else ids, None if mask is None else mask != 0, None
@@ -170,12 +166,9 @@ class _Batch:
             everyone = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
             position = (everyone.cumsum(-1) - 1).clamp(min=0)
         size = vocabulary_of(self.model)
-        ids = ids.flatten() if ids is not None and size else None
-        return tokens.shape, Rows(
-            None if counted is None else counted.flatten(),
-            None if position is None else _group(position),
-            None if ids is None else torch.where((ids >= 0) & (ids < size), ids, size).long(),
-        )
+        ids = None if ids is None or not size else torch.where((ids >= 0) & (ids < size), ids, size).long()
+        known = Rows(counted, None if position is None else _group(position), ids)
+        return tokens.shape, known.map(Tensor.flatten)
 
 
 def _group(position: Tensor) -> Tensor:

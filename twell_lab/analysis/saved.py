@@ -28,8 +28,8 @@ class Saved:
     def save(self, path: str | os.PathLike) -> Path:
         """Write it as JSON, the file whole or not at all. RecordError where it cannot be written, and for NaN."""
         content = {"format": self.FORMAT, "version": self.VERSION, **vars(self)}
+        plain = lambda value: value.tolist() if isinstance(value, Tensor) else vars(value)
         try:
-            plain = lambda value: value.tolist() if isinstance(value, Tensor) else vars(value)
             text = json.dumps(content, default=plain, allow_nan=False)
         except ValueError as error:
             raise RecordError(f"{os.fspath(path)!r} cannot be written: {error}; finite numbers are accepted") from None

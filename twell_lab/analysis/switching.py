@@ -91,8 +91,7 @@ class Switch:
         weights = {layer.name: layer.up.weight for layer in feed_forwards(self.model)}
         for term in terms:
             if changes.get(term.name) == DENSE and term.lost is not None and term.lost > 0:
-                unseen = cost(term._replace(lost=None), weights[term.name])
-                self.below[term.name] = min(self.below[term.name], unseen)
+                self.below[term.name] = min(self.below[term.name], cost(term._replace(lost=None), weights[term.name]))
         return changes
 
     def measure(self, tokens: int = 4096) -> dict[str, float]:
@@ -100,8 +99,8 @@ class Switch:
         kernels have room, and 0, for never, where they do not take the layer. tokens: of a forward pass of training."""
         layers = feed_forwards(self.model)
         weight = layers[0].up.weight
-        device = weight.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         rates, limits = costs.measure_rates(weight.device, dtype), {}
         for layer in layers:
             d_ff, d_model = layer.up.weight.shape

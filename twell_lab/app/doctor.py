@@ -57,7 +57,7 @@ def examine() -> dict[str, Finding]:
 def install_command(extra: str) -> str:
     """Return the command that installs one of pyproject's extras: make in the checkout's own .venv, elsewhere pip, with
     the packages by name, because an index may have this package's name from somebody else."""
-    if core.is_installed():
+    if core.INSTALLED:
         needed = [name.split(";") for name in metadata.requires("twell-lab") or ()]
         names = [name.strip() for name, *marker in needed if f"'{extra}'" in "".join(marker).replace('"', "'")]
         return f"pip install {shlex.join(names)}"

@@ -40,6 +40,7 @@ def student(notebook: dict, name: str, address: str = "", alone: bool = False) -
                 answers.append(f"## {heading}\n\n{_lead(answer.strip(), address, alone, '../')}\n")
             place = f"{address}/blob/{BRANCH}/{file}" if alone else file
             told = f'**Stuck?** Run `exercises.hint("{exercise}")` in a new cell, twice for a second hint.'
+            told = "**Still stuck?**" if "<summary>Hint" in text else told
             text = _ANSWER.sub(lambda answer: f"{told} [{answer[1]}]({place}).", text)
             text = _lead(_STORED.sub("", text).rstrip("\n"), address, alone)
             if heading := _HEADING.search(text):  # Jupyter makes slides of what begins there

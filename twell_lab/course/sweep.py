@@ -189,7 +189,7 @@ def over_time(rows: list[dict], where: str) -> go.Figure:
     figure = finish(figure, "Loss and firing neurons during training", height=330, also=[where], x="step")
     figure.update_yaxes(title_text="held-out text, bits per byte", rangemode="normal", row=1, col=1)
     firing = f"neurons firing, of {runs[0]['config']['d_ff']:,} (log scale)"
-    return figure.update_yaxes(type="log", tickformat="~g", dtick=1, title_text=firing, row=1, col=2)
+    return figure.update_yaxes(type="log", tickformat="~g", tickvals=TICKS, title_text=firing, row=1, col=2)
 
 
 def dead_by_layer(rows: list[dict], where: str) -> go.Figure:

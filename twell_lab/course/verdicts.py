@@ -184,9 +184,9 @@ _PRODUCTS = {
 }
 
 
-def skipping(answer: Callable, given: tuple, most: int, asked: str, needs: str = "what is not skipped"):
+def skipping(answer: Callable, given: tuple, most: int, asked: str, needs: str = "the rest can be skipped"):
     """Return what the reader's function returns. NotYet if its products take more than `most` operations: then it
-    computes what should be skipped, and hides it. needs: what has to be computed, in words."""
+    computes what should be skipped, and hides it. needs: what has to be computed, or what has not, in words."""
     with FlopCounterMode(display=False, custom_mapping=_PRODUCTS) as counter:
         got = answer(*given)
     if counter.get_total_flops() > most:

@@ -32,6 +32,7 @@ _PIECE = 4096  # tokens of a prompt that are read at once
 _CAPTURED, _FEW = 128, 1024  # tokens of a sequence that a graph reads at once; tokens of all prompts that it may read
 _ROUNDED = 256  # the room for keys and values is a multiple of it, so that a graph serves several lengths
 _WORTH = 16  # from so many steps on, compiling and capturing are tried
+_LARGE = 2**28  # bytes of weights, which take a GPU a tenth of a millisecond or more to read
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # the kinds of layers whose keys and values fit here
 # What changes scores within a step, in transformers' order, each with the attribute that says how much.
 _WARPERS = {"TemperatureLogitsWarper": "temperature", "TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p"}
@@ -505,8 +506,10 @@ class Replayed:
 
     def _compile(self, model: Any) -> None:
         # Products with one token are then compiled, too, as sums: those of one input, such as queries, keys and values,
-        # in one kernel, which on an H200 made steps 1.1 to 1.2 times as fast. It takes longer to compile.
-        options = {"coordinate_descent_tuning": len(self.step.token) == 1}
+        # in one kernel, which on an H200 made steps 1.1 to 1.2 times as fast. But it takes half a minute, in which a
+        # small model is done.
+        large = sum(t.nbytes for t in model.parameters()) >= _LARGE
+        options = {"coordinate_descent_tuning": large and len(self.step.token) == 1}
         plain, self.call = self.call, torch.compile(self.call, fullgraph=True, options=options)
         try:
             with torch._dynamo.config.patch(recompile_limit=64):  # models, batches and ways to choose

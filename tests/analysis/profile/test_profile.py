@@ -461,6 +461,7 @@ def broken():
         (course_model, 3, "batches is a int"),
         (course_model, ["text"], "a batch is a str"),
         (llama, [tokens(1, 4), torch.tensor([[3, 64]])], "batch 1 has the token 64; accepted by this model: 0 to 63"),
+        (course_model, torch.tensor([[3, 2**20]]), "batch 0 has the token 1048576; accepted by this model: 0 to "),
         (lambda: models_of.build("OPT"), tokens(1, 99), "batch 0 has 99 tokens in a sequence; .* up to 32"),
         (llama, [[3, 4, 5]], r"batch 0 \(without a tensor\) makes the model fail"),
         (llama, [tokens(), tokens().float()], r"batch 1 \(input_ids \[2, 9\] torch.float32\) makes the model fail"),

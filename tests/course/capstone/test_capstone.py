@@ -100,7 +100,7 @@ WRONG = {
         ("down_t + (long long)t * tile * d_model + c", "down_t + c"),
     ),
     "count as a value": (
-        "word 0 of a tile, its count, is read as a value",
+        "word 0, the count, read in its place",
         ("int i = 1; i <= count", "int i = 0; i < count"),
     ),
     "words past the count": ("all words of a tile are read", ("i <= count", "i < words")),
@@ -174,6 +174,11 @@ WRONG_STEPS = {
         "(int)word[0] < words",
         "(int)word[0] < words - 1",
         "What was used may be",
+    ),
+    ("full_tiles", "32 values fit"): (
+        "(int)word[0] < words",
+        "(int)word[0] <= words",
+        "A tile of 32 values overflows, too",
     ),
     ("full_tiles", "past the last tile"): (
         "i < tile_width(columns, tile, t)",

@@ -274,6 +274,11 @@ SLIPS = {
         "all threads add to one place. Give each its own, and fold these.",
         ("float part[64];", "float part[64], sum; sum = 0; __syncthreads(); sum += x[blockIdx.x * 64 + threadIdx.x];"),
     ),
+    ("block_sum", "row forgotten"): ("is the row's number in the index?", ("x[blockIdx.x * 64 + t]", "x[t]")),
+    ("neuron_counts", "block forgotten"): (
+        "number in the whole grid?",
+        ("blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x"),
+    ),
     ("prefix_sum", "positives only"): ("", ("sum += below", "sum += below > 0 ? below : 0")),
     ("vector_loads", "whole numbers"): ("", ("v.y *= 2", "v.y = 2 * (int)v.y")),
     ("gather_rows", "96 columns"): (END, ("c < width", "c < width && c < 96")),

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import re
+import shutil
 import zlib
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_times_lie_on_a_line_between_the_measured_and_end_with_them(share, took)
 def test_a_machine_without_a_time_says_up_to_where_it_has_some(read):
     times = sentence.view(read, ROWS, "gated")["times"]  # half of the neurons of drawn weights fire
     assert times == [("here", None, 0.03), ("GPU", 0.1, 0.2)]
-    assert data.of(*times[0][1:], data.ms) == "not timed above 3.0% firing"
+    assert data.of(*times[0][1:], data.ms) == "timed up to 3.0%"
     assert data.of(*times[1][1:], data.ms) == "0.1 ms of 0.2 ms"
 
 
@@ -127,6 +128,15 @@ def test_a_sentence_that_cannot_be_read_is_refused_in_a_line(text, words):
     with pytest.raises(InputError, match=words) as error:
         sentence.read(models(), text)
     assert "\n" not in str(error.value)
+
+
+def test_an_installed_package_has_twins_to_choose_from_too(monkeypatch, tmp_path):
+    for name in ("small", "l1-free-small", "sparse-small"):
+        shutil.copytree(data.core.data_dir() / "checkpoints" / name, tmp_path / "checkpoints" / name)
+    assert [*sentence.shipped()] == ["L1 0", "L1 4e-4"]
+    monkeypatch.setattr(data.core, "data_dir", lambda: tmp_path)
+    dense, sparse = sentence.read(sentence.shipped()).models.values()
+    assert dense.kept.shape == sparse.kept.shape and dense.kept[0].mean() > 2 * sparse.kept[0].mean()
 
 
 def test_models_are_left_as_they_were():

@@ -183,15 +183,14 @@ def sectors_of(first: int, count: int, size: int = 2) -> int:
 
 MISTAKES = {  # what is said of a kernel that makes it -> its name in `entries`
     "that is what comes out where the column within a tile is taken as the column of the matrix.": "within",
-    "that is what comes out where word 0 of a tile, its count, is read as a value, and the last word is left out.": (
-        "count read"
-    ),
+    "that is what comes out where the last word is left out, or word 0, the count, read in its place.": "count read",
     "that is what comes out where all words of a tile are read: those past its count hold anything.": "past",
     f"a tile with more than {SLOTS} values keeps {SLOTS} of them in its words; all of them stand in the gate.": "cut",
     "a tile that overflows was added from its words and from the gate: the gate alone holds all of its values.": (
         "twice"
     ),
     "the tiles that overflow were left out: their values stand in the gate.": "left out",
+    f"a tile of {WORDS} values overflows, too: beside the count there is room for {SLOTS}.": "edge",
 }
 
 
@@ -203,9 +202,9 @@ def entries(of: Case, row: int, t: int, mistake: str = "") -> tuple[Tensor, Tens
         return tile[columns], columns
     spans = {"count read": (0, count), "past": (1, WORDS)}
     if count > SLOTS:
-        spans = {"cut": (1, WORDS), "left out": (1, 1), "twice": (1, WORDS)}
+        spans = {"cut": (1, WORDS), "left out": (1, 1), "twice": (1, WORDS), "edge": (1, WORDS)}
     right = tile[columns], columns + t * TILE
-    if mistake not in spans:
+    if mistake not in spans or (mistake == "edge" and count > WORDS):
         return right
     values, columns = split_words(of.packed[row, t, slice(*spans[mistake])], of.down_t.dtype)
     read = values, columns + t * TILE

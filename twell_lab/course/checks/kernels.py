@@ -35,10 +35,11 @@ def pack_tile(answer) -> None:
         gate[1] = -0.0
         if share == 0.6:
             gate[0] = torch.nan
-            gate[2] = -gate[0]  # a NaN with its sign bit set: its 16 bits are a negative int16
+            gate.view(torch.int16)[2] = -64  # a NaN with its sign bit set, which torch's minus would not set
         stored = TwELL.from_gate(gate[None], width, words).packed[0, 0].tolist()
         want = [word % 2**32 for word in stored[: min(stored[0], words - 1) + 1]]
-        tile, got = f"of {width} columns {want[0]} fire, with {words} words a tile", list(written(answer(gate, words)))
+        tile = f"of {width} columns {want[0]} fire{', two NaN among them' * (share == 0.6)}, with {words} words a tile"
+        got = list(written(answer(gate, words)))
         if len(got) != len(want):
             raise NotYet(f"{tile}: {len(want)} hold something, the count and what has a slot; yours are {len(got)}.")
         if got[0] != want[0]:

@@ -194,7 +194,7 @@ def ell_times_dense(answer) -> None:
         whole, b = _matrix(12, 30, share), torch.randn(30, 9)
         ell = ELL.from_dense(whole)
         unused = torch.arange(ell.slots) >= ell.count[:, None]
-        ell.column[unused], ell.value[unused] = 7, 5.0  # what a slot holds that is not used means nothing
+        ell.column[unused], ell.value[unused] = len(b), torch.nan  # what a slot holds that is not used means nothing
         asked = f"ell_times_dense at {share:.0%} density"
         close(skipping(answer, (ell, b), 2 * 12 * ell.slots * 9, asked), whole.double() @ b.double(), asked)
 
@@ -263,6 +263,7 @@ PRODUCTS = {  # by its name, and whether it is right
     "a @ b": (lambda a, b: a @ b, True),
     "a @ b, summed in another order": (lambda a, b: (b.T.contiguous() @ a.T.contiguous()).T, True),
     "a product that is half a percent too large": (lambda a, b: 1.005 * (a @ b), True),
+    "a product with noise of half a percent": (lambda a, b: a @ (b + 0.005 * b * torch.randn_like(b)), True),
     "a product that never reads b": (lambda a, b: without_multiplying(CSR.from_dense(a), b), False),
     "a product of the magnitudes": (lambda a, b: a.abs() @ b.abs(), False),
     "a product that is 2% too large": (lambda a, b: 1.02 * (a @ b), False),

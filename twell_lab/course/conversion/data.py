@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 
 from torch import Tensor, nn
 
@@ -85,8 +86,7 @@ def by_layer(calibration: Calibration, sparsity: float) -> list[float]:
 
 
 def _left(calibration: Calibration, sparsity: float) -> float:
-    left = by_layer(calibration, sparsity)
-    return sum(left) / len(left)
+    return mean(by_layer(calibration, sparsity))
 
 
 def _point(way: str, model: str, what: str, density: float, change: LossChange) -> dict:
@@ -102,8 +102,7 @@ def converted(models: dict[str, nn.Module], against: Judged) -> list[dict]:
     points = []
     for what, model in models.items():
         change = LossChange.of(against.alone, losses(model, against.windows))
-        layers = profile(model, [against.windows]).layers
-        density = sum(layer.density for layer in layers) / len(layers)
+        density = mean(layer.density for layer in profile(model, [against.windows]).layers)
         points.append(_point("convert", against.what, what, density, change))
     return points
 

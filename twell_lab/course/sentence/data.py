@@ -69,11 +69,11 @@ class Sentence:
 
 def shipped() -> dict[str, LanguageModel]:
     """The models of data/checkpoints, by the L1 of their training: the twins "l1-free" and "sparse", which differ in
-    nothing else; in an installed package, which has neither, "small"."""
+    nothing else; in an installed package, which has neither, their smaller twins."""
     folder, twins = core.data_dir() / "checkpoints", {"0": "l1-free", "4e-4": "sparse"}
-    here = all((folder / name / "model.safetensors").is_file() for name in twins.values())
-    names = twins if here else {"1e-3": "small"}
-    return {f"L1 {l1}": LanguageModel.load(folder / name) for l1, name in names.items()}
+    if not all((folder / name).is_dir() for name in twins.values()):
+        twins = {"0": "l1-free-small", "1e-3": "sparse-small"}
+    return {f"L1 {l1}": LanguageModel.load(folder / name) for l1, name in twins.items()}
 
 
 def read(models: dict[str, LanguageModel], text: str = SENTENCE) -> Sentence:
@@ -239,7 +239,7 @@ def percent(share: float) -> str:
 
 def of(now: float | None, dense: float, show: Callable[[float], str]) -> str:
     """Return what is needed of what dense needs, as text."""
-    return f"{show(now)} of {show(dense)}" if now is not None else f"not timed above {dense:.1%} firing"
+    return f"{show(now)} of {show(dense)}" if now is not None else f"timed up to {dense:.1%}"
 
 
 def size(count: float) -> str:
