@@ -9,8 +9,8 @@ import torch
 
 import twell_lab as tl
 from tests.models.speaking import decoders
+from tests.models.speaking.test_generate import own, tiny
 from twell_lab.models import generate as module
-from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops import kept_inputs
 
 TOKENS = 60  # two plain steps, a compiled one, and replays
@@ -29,14 +29,10 @@ def prompts(gpu):
     return [t.to(gpu) for t in decoders.prompts()]
 
 
-def own(model, ids, mask, **how):
-    return model.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, **{"do_sample": False, **how})
-
-
 @pytest.mark.parametrize("name", decoders.FAMILIES)
 def test_a_family_is_captured_and_says_the_same(gpu, name):
     model, (ids, mask) = decoders.build(name).to(gpu), prompts(gpu)
-    wanted = own(model, ids, mask)
+    wanted = own(model, ids, mask, TOKENS)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(4):  # steps are captured in the first one; reading is tried, captured and replayed in the others
@@ -72,8 +68,7 @@ def test_swapped_layers_are_captured_in_16_bits(gpu, act, share):
 
 
 def test_a_model_of_ours_draws_and_streams_alike(gpu):
-    sizes = dict(vocabulary=decoders.VOCABULARY, d_model=32, layers=2, heads=2, d_ff=48, context=128)
-    model, (ids, _) = LanguageModel(ModelConfig(**sizes)).eval().to(gpu), prompts(gpu)
+    model, (ids, _) = tiny(context=128).to(gpu), prompts(gpu)
     wanted = decoders.read_anew(model, ids, TOKENS)
     for _ in range(2):
         assert torch.equal(tl.generate(model, ids, max_new_tokens=TOKENS), wanted)
@@ -88,7 +83,7 @@ def test_the_graph_goes_with_the_model_and_with_its_weights(gpu):
     tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask)
     first = module._steps[model]
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
-    wanted = own(model, ids, mask)
+    wanted = own(model, ids, mask, TOKENS)
     assert torch.equal(tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask), wanted)
     assert module._steps[model] is not first
     del first, model

@@ -6,6 +6,7 @@ import math
 import operator
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.layers import models_of
+from tests.models.tiny import test_model
 from twell_lab.analysis import profile as module
 from twell_lab.analysis.profile import Counter, FiringProfile, activations, captured, profile
 from twell_lab.analysis.running import POSITIONS, Rows, run
 from twell_lab.core import InputError, RecordError
 from twell_lab.layers.find import feed_forwards
 from twell_lab.models.swap import densify, sparsify
-from twell_lab.models.tiny import LanguageModel, ModelConfig
 from twell_lab.ops.reference import GatedFeedForward, PlainFeedForward
 
 WIDTH, VOCABULARY = 6, 11
@@ -54,13 +55,8 @@ class Reads(nn.Module):
         return self.mlp(lies.get(self.lies, x))
 
 
-def course_model(**changes):
-    torch.manual_seed(0)
-    return LanguageModel(ModelConfig(**{**dict(d_model=16, layers=3, heads=2, d_ff=40, context=12), **changes}))
-
-
-def llama():
-    return models_of.build("Llama")
+course_model = partial(test_model.model, vocabulary=256, d_model=16, layers=3, heads=2)
+llama = partial(models_of.build, "Llama")
 
 
 def tokens(rows=2, length=9, high=64):

@@ -1,18 +1,21 @@
 """Relufication: which activations change, what is saved, and that training on brings the loss back."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from tests.layers.models_of import build
+from tests.models.tiny import test_model
 from tests.threads import one_thread  # noqa: F401
 from twell_lab.core import InputError
 from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.terms import layer_terms
 from twell_lab.models.relufy import relufy
 from twell_lab.models.swap import sparsify
-from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.models.tiny import LanguageModel
 from twell_lab.ops.reference import GatedFeedForward, SquaredReLU
 from twell_lab.training.text.source import random_windows, standard_library
 
@@ -37,11 +40,7 @@ def gemma3():
     return transformers.Gemma3ForConditionalGeneration(config).eval()
 
 
-def course(**changes):
-    torch.manual_seed(0)
-    return LanguageModel(
-        ModelConfig(**{**dict(vocabulary=50, d_model=16, layers=2, heads=2, d_ff=24, context=12), **changes})
-    )
+course = partial(test_model.model, d_model=16, heads=2, d_ff=24)
 
 
 class Scaled(GatedFeedForward):

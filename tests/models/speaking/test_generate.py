@@ -3,6 +3,7 @@
 import copy
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 
 import twell_lab as tl
 from tests.models.speaking import decoders
+from tests.models.tiny import test_model
 from twell_lab.core import InputError
 from twell_lab.models import generate as module
 from twell_lab.models.generate import Step
-from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 IDS, MASK = decoders.prompts()
 FAMILIES = ("Llama", "GPT-2", "Mistral", "Gemma 3", "Mixtral", "OPT", "Bloom")  # all others are asked nightly
@@ -175,10 +176,7 @@ def test_a_streamer_is_given_each_token_and_may_go_away(request, make, captured)
     assert torch.equal(tl.generate(model, IDS[0], max_new_tokens=7), said)
 
 
-def tiny(**changes) -> LanguageModel:
-    torch.manual_seed(0)
-    sizes = dict(vocabulary=decoders.VOCABULARY, d_model=32, layers=2, heads=2, d_ff=48, context=64)
-    return LanguageModel(ModelConfig(**sizes | changes)).eval()
+tiny = partial(test_model.model, vocabulary=decoders.VOCABULARY, d_model=32, heads=2, d_ff=48, context=64)
 
 
 def test_a_model_of_ours_says_the_same(loop):

@@ -1,24 +1,24 @@
 """The small model as a LlamaForCausalLM: transformers computes and speaks the same."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import twell_lab as tl
+from tests.models.tiny import test_model
 from twell_lab.core import InputError
 from twell_lab.models.swap import sparsify
-from twell_lab.models.tiny import EDGE, LanguageModel, ModelConfig
+from twell_lab.models.tiny import EDGE
 from twell_lab.training.text import tokenizer
 from twell_lab.training.text.source import BYTES
 
 transformers = pytest.importorskip("transformers")
 
 
-def model(**changes):
-    torch.manual_seed(0)
-    sizes = dict(vocabulary=256, d_model=24, layers=2, heads=3, d_ff=40, context=32)
-    return LanguageModel(ModelConfig(**{**sizes, **changes})).eval()
+model = partial(test_model.model, vocabulary=256, context=32)
 
 
 def theirs(folder):

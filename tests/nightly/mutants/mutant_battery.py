@@ -25,8 +25,9 @@ from tests.ops.rows.int8 import odd_rows
 from tests.simulator.pooled_cases import Pooled
 from twell_lab import simulator
 from twell_lab.formats import TwELL
-from twell_lab.ops import accuracy, reference
+from twell_lab.ops import accuracy, down, gated
 from twell_lab.ops.down import ANY_NUMBER
+from twell_lab.ops.reference import relu
 from twell_lab.simulator import Program
 from twell_lab.simulator import program as programs
 from twell_lab.sparsities.quantised import round_rows
@@ -136,7 +137,7 @@ class Layer:
     gate: Tensor
     packed: TwELL
     up: Tensor
-    down: Tensor
+    down_t: Tensor
     up_bias: Tensor | None
     down_bias: Tensor | None
     tile: int
@@ -148,18 +149,14 @@ class Layer:
         normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
         (rows, d_ff), dtype = gate.shape, gate.dtype
         x, up = normal(rows, d_model), normal(d_ff, d_model) / d_model**0.5
-        down, up_bias, down_bias = normal(d_model, d_ff) / d_ff**0.5, normal(d_ff), normal(d_model)
+        down_t, up_bias, down_bias = normal(d_ff, d_model) / d_ff**0.5, normal(d_ff), normal(d_model)
         for i, letter in enumerate(spoilt):
             x[-1 - i % rows, [0, -1, d_model // 2][i % 3]] = {"n": torch.nan, "i": -torch.inf}[letter]
         packed = TwELL.from_gate(gate, tile, words)
         used = torch.arange(words - 1) < packed.counts[..., None]
         packed.packed[..., 1:][~used] = -1  # NaN in a column that no matrix has
         biases = [b.to(dtype) if letter in biases else None for b, letter in ((up_bias, "u"), (down_bias, "d"))]
-        return cls(x.to(dtype), gate, packed, up.to(dtype), down.to(dtype), *biases, tile)
-
-    @property
-    def down_t(self) -> Tensor:
-        return self.down.t().contiguous()
+        return cls(x.to(dtype), gate, packed, up.to(dtype), down_t.to(dtype), *biases, tile)
 
     @property
     def sources(self) -> tuple:
@@ -167,20 +164,13 @@ class Layer:
         tail = (self.packed.tail_pointer, self.packed.tail_column, self.packed.tail_value)
         return (self.gate, (None,) * 3), (None, tail)
 
-    def _wide(self, *names: str) -> list[Tensor | None]:
-        tensors = [getattr(self, name) for name in names]
-        return [None if t is None else t.double() for t in tensors]
-
-    def gated_error(self, y: Tensor) -> float:
+    def error(self, name: str, y: Tensor) -> float:
         """The error of y over what is promised (accuracy.worst_row); at most 1 is right."""
-        exact = reference.gated(*self._wide("x", "gate", "up", "down", "up_bias", "down_bias"))
-        dense = F.linear(torch.relu(self.gate) * F.linear(self.x, self.up, self.up_bias), self.down, self.down_bias)
-        return accuracy.worst_row(y, dense, exact)[0]
-
-    def plain_error(self, y: Tensor) -> float:
-        gate, down, bias = self._wide("gate", "down", "down_bias")
-        exact = F.linear(reference.relu(gate), down, bias)
-        dense = F.linear(torch.relu(self.gate), self.down, self.down_bias)
+        given = self.x, self.gate, self.up, self.down_t, self.up_bias, self.down_bias
+        exact, dense = (
+            gated.reference(*those) if name == "gated" else down.reference(relu(those[1]), those[3], those[5])
+            for those in ([None if t is None else t.double() for t in given], given)
+        )
         return accuracy.worst_row(y, dense, exact)[0]
 
 
@@ -196,7 +186,7 @@ def token_kernel(program: Program, kernel: str, layer: Layer, gate, tail) -> Non
         rest = (layer.x, *rest[:5], layer.up, rest[5], layer.up_bias, rest[6])
     numbers = (d_model, layer.gate.shape[1], layer.tile, packed.shape[2])
     launch(program, kernel, (len(y), -(-d_model // 2048) if version == 1 else 1), threads, (*rest, y, *numbers))
-    if (layer.gated_error if spoilt else layer.plain_error)(y) > 1:
+    if layer.error("gated" if spoilt else "down", y) > 1:
         raise Differs
 
 
@@ -226,7 +216,7 @@ def spoilt_layers(d_model: int) -> list[Layer]:
     gate = torch.full((4, 132), 1.0).bfloat16()
     gate[1, 5] = gate[2, -1] = -1
     full = Layer.draw(gate, d_model, 4, 5)
-    full.up, full.down = full.up.abs(), full.down.abs()
+    full.up, full.down_t = full.up.abs(), full.down_t.abs()
     full.x[:, 0] = torch.inf  # so that y is infinite where every neuron fires, and NaN elsewhere
     return [silent, full]
 

@@ -45,6 +45,12 @@ def sums(rows, d_ff, d_model, dtype=BF16, bits=False, spoilt=False):
     return Case(name, (down_sums.DOWN_SUMS,), draw, down_sums.down_sums, down_sums.reference, tolerance=tolerance)
 
 
+def cold(layer, first=0):
+    """Slices of the weights from this neuron on, as `finish_lost` takes them."""
+    parts = layer.gate, layer.up, layer.gate_bias, layer.up_bias, layer.down_t
+    return *(t if t is None else t[first:] for t in parts), layer.down_bias
+
+
 def finish(tokens, rows, d_model, d_ff, dtype=BF16, gated=True, full=False, hot=0, order=0):
     """rows: how many of them are lost. full: with biases and `start`. hot: slices of the weights from this row on."""
 
@@ -57,20 +63,13 @@ def finish(tokens, rows, d_model, d_ff, dtype=BF16, gated=True, full=False, hot=
         start = torch.randn(tokens, d_model, generator=seed) if full else None
         return layer, lost, lost_x, start, torch.full_like(layer.x, 77.0)
 
-    def cold(layer):
-        _, gate, up, down_t, gate_bias, up_bias, down_bias = layer
-        gate, up, gate_bias, up_bias, down_t = (
-            t if t is None else t[hot:] for t in (gate, up, gate_bias, up_bias, down_t)
-        )
-        return gate, up, gate_bias, up_bias, down_t, down_bias
-
     def operation(call, layer, lost, lost_x, start, y):
-        down_rows.finish_lost(call, lost, lost_x, *cold(layer), start, y)
+        down_rows.finish_lost(call, lost, lost_x, *cold(layer, hot), start, y)
         return y
 
     def reference(layer, lost, lost_x, start, y):
         picked, right = lost[1 : 1 + rows].long(), y.clone()
-        right[picked] = down_rows.reference(layer.x, *cold(layer), start)[picked]
+        right[picked] = down_rows.reference(layer.x, *cold(layer, hot), start)[picked]
         return right
 
     more = ("plain" * (not gated), "full" * full, f"from {hot}" if hot else "", "in another order" * order)
@@ -99,16 +98,13 @@ def apart(rows, d_model, d_ff, dtype=BF16, gated_layer=True, beyond=False):
         return layer, values, packed, pool, lost, lost_x, start, torch.full_like(layer.x, 77.0)
 
     def operation(call, layer, values, packed, pool, lost, lost_x, start, y):
-        _, gate, up, down_t, gate_bias, up_bias, down_bias = layer
-        down_rows.finish_lost(
-            call, lost, lost_x, gate, up, gate_bias, up_bias, down_t, down_bias, start, y, packed, pool
-        )
+        down_rows.finish_lost(call, lost, lost_x, *cold(layer), start, y, packed, pool)
         return y
 
     def reference(layer, values, packed, pool, lost, lost_x, start, y):
-        x, gate, up, down_t, gate_bias, up_bias, down_bias = layer
+        x, _, up, down_t, _, up_bias, down_bias = layer
         if not few:
-            every = down_rows.reference(x, gate, up, gate_bias, up_bias, down_t, down_bias, start)
+            every = down_rows.reference(x, *cold(layer), start)
         elif gated_layer:
             every = gated.reference(x, values, up, down_t, up_bias, down_bias, start)
         else:
