@@ -4,6 +4,7 @@ import copy
 import json
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import twell_lab as tl
 from tests.layers import models_of
+from tests.models.tiny import test_model
 from twell_lab import core
 from twell_lab.app.bench_command import told
 from twell_lab.bench import drawn, models, workloads
@@ -20,7 +22,7 @@ from twell_lab.layers.choice import Choice
 from twell_lab.layers.find import feed_forwards
 from twell_lab.layers.sparse_ffn import SparseFFN
 from twell_lab.models.thresholds import calibrate
-from twell_lab.models.tiny import LanguageModel, ModelConfig
+from twell_lab.models.tiny import ModelConfig
 from twell_lab.ops import clock
 
 pytest.importorskip("transformers")
@@ -32,9 +34,7 @@ def theirs(**changes):
     return models_of.build("Llama", **{"intermediate_size": 64, "max_position_embeddings": 64, **changes})
 
 
-def ours(**changes):
-    torch.manual_seed(0)
-    return LanguageModel(ModelConfig(**{**vars(SIZES), **changes})).eval()
+ours = partial(test_model.model, **vars(SIZES))
 
 
 @pytest.mark.parametrize("make", [theirs, ours, lambda: SIZES], ids=["transformers", "ours", "drawn"])

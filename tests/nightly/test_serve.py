@@ -38,8 +38,7 @@ def test_a_swapped_model_is_served(tmp_path, batching):
     told = 'print("paths:", {m.plan for m in model.modules() if hasattr(m, "plan")}, flush=True)'
     script = script.replace("return tl.sparsify(", "model = tl.sparsify(").replace('"build/swapped")', '"twell")')
     script = script.replace('"twell")', f'"twell")\n        {told}\n        return model')
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
+    with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(

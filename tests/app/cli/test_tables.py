@@ -88,4 +88,3 @@ def test_tables_are_of_the_gpu_that_pages_tell_of_where_it_was_recorded():
     assert tables.arena([told, other]) == tables.arena([told]) and "| teal | 2.0" in tables.arena([told])
     assert "NVIDIA H200" in tables.arena([other]) and "| teal | 3.0" in tables.arena([other])
     assert records.newest([told, other], "arena", "H200") is other
-    assert records.newest([told, other], "inference") is None

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.layers.models_of import build
-from twell_lab.models.tiny import LanguageModel, ModelConfig
+from tests.models.tiny import test_model
 from twell_lab.ops.reference import SquaredReLU
 
 
@@ -25,9 +25,7 @@ def gpt2():
 
 def ours(activation: Callable | None = None, **changes):
     """This project's own model, with another activation in its layers."""
-    torch.manual_seed(0)
-    sizes = dict(vocabulary=64, d_model=16, layers=2, heads=2, d_ff=40, context=32)
-    model = LanguageModel(ModelConfig(**{**sizes, **changes})).eval()
+    model = test_model.model(**dict(vocabulary=64, d_model=16, heads=2, context=32) | changes)
     for block in model.layers if activation is not None else ():
         del block.mlp.act_fn  # torch would not have a function in a module's place
         block.mlp.act_fn = activation

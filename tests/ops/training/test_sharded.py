@@ -95,8 +95,7 @@ def shard_and_train(rank, path, out):
 
 @pytest.mark.parametrize("path", ["dense", "twell"])
 def test_two_processes_train_what_one_trains(path, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes.start_processes(work, (port, path, tmp_path / "seen.pt"), nprocs=2, start_method="spawn")
     for step, (a, b) in enumerate(zip(torch.load(tmp_path / "seen.pt"), alone(), strict=True)):
