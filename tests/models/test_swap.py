@@ -13,22 +13,21 @@ import twell_lab as tl
 from tests.layers import models_of
 from tests.layers.models_of import sparse_layers as sparse
 from tests.models.thresholds import models_of as smooth
+from tests.models.tiny import test_model
 from tests.threads import one_thread  # noqa: F401
 from twell_lab.analysis import planner
 from twell_lab.analysis.costs import Rates
 from twell_lab.core import InputError, RecordError
 from twell_lab.layers.choice import Candidate
-from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 TOKENS = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
 RATES = Rates("CPU", "float32", bandwidth=3e12, l2=7.4e12, matmul=7e14, launch=2.5e-6)
 HOT = tl.Choice("hot_cold", 256)
 
 
-def ours(d_ff: int = 300, layers: int = 3) -> LanguageModel:
-    torch.manual_seed(0)
+def ours(d_ff: int = 300, layers: int = 3) -> nn.Module:
     sizes = dict(vocabulary=64, d_model=32, layers=layers, heads=2, d_ff=d_ff, context=16)
-    return LanguageModel(ModelConfig(**sizes)).requires_grad_(False).eval()
+    return test_model.model(**sizes).requires_grad_(False)
 
 
 MODELS = {"ours": ours} | {

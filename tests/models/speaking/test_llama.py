@@ -16,8 +16,6 @@ from twell_lab.training.text import tokenizer
 from twell_lab.training.text.source import BYTES
 
 transformers = pytest.importorskip("transformers")
-
-
 model = partial(test_model.model, vocabulary=256, context=32)
 
 
