@@ -1,6 +1,7 @@
 """The pages of the checkout: links lead somewhere, and what is generated from records is what the newest ones give."""
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -54,6 +55,27 @@ def astray(page: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     assert not astray(page, text_of(page))
+
+
+THEIRS = {"__dp4a", "_load_model"}  # names of CUDA's and of transformers'
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.suffix == ".md" and page.stem != "CHANGELOG"], ids=lambda page: page.stem
+)
+def test_names_of_code_and_files_are_there(page):
+    text = text_of(page)
+    named = {name for name in re.findall(r"`(\w+)`", text) if "_" in name} - THEIRS
+    assert not [name for name in named if not re.search(rf"\b{name.rstrip('_')}", code())]
+    files = re.findall(r"`((?:twell_lab|kernels|tests|docs)/[a-z0-9_/]+\.\w+)`", text)
+    assert not [file for file in files if not (ROOT / file).exists()]
+
+
+@functools.cache
+def code() -> str:
+    """The sources of the package, the kernels and the notebooks, and the names of their files."""
+    files = [*ROOT.glob("twell_lab/**/*.py"), *ROOT.glob("kernels/*.cu*"), *ROOT.glob("notebooks/*.ipynb")]
+    return "\n".join([file.stem + "\n" + file.read_text(encoding="utf-8") for file in files])
 
 
 def generated() -> list:
