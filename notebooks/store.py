@@ -17,6 +17,7 @@ import io
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -40,13 +41,9 @@ def store(path: Path) -> str:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
     start = time.perf_counter()
-    NotebookClient(
-        notebook,
-        timeout=SECONDS,
-        kernel_name="python3",
-        record_timing=False,
-        resources={"metadata": {"path": str(path.parent)}},
-    ).execute()
+    with tempfile.TemporaryDirectory() as empty:  # without what another notebook, or a reader, left in my-kernels
+        where = {"metadata": {"path": empty}}
+        NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", record_timing=False, resources=where).execute()
     seconds = time.perf_counter() - start
     tidy(notebook)
     for output in (each for cell in notebook.cells for each in cell.get("outputs", [])):
