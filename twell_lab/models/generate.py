@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _ON = "cuda"  # the kind of device whose steps are captured
 _PIECE = 4096  # tokens of a prompt that are read at once
-_CAPTURED, _FEW = 128, 1024  # tokens of a sequence that a graph reads at once; tokens of all prompts that it may read
+_CAPTURED, _FEW = 128, 512  # tokens of a sequence that a graph reads at once; so many in all it reads, filled up
 _ROUNDED = 256  # the room for keys and values is a multiple of it, so that a graph serves several lengths
 _WORTH = 16  # from so many steps on, compiling and capturing are tried
 _LARGE = 2**28  # bytes of weights, which take a GPU a tenth of a millisecond or more to read
@@ -437,13 +437,13 @@ class Step:
         """Read prompts that were loaded, up to the scores behind them. Where they are short a GPU waits for the host:
         so a graph reads them, in pieces. The last piece is filled up; what it leaves behind a prompt, steps replace."""
         takes = {"logits_to_keep"} if isinstance(model, LanguageModel) else inspect.signature(model.forward).parameters
-        few = ids.device.type == _ON and ids.numel() <= _FEW and "logits_to_keep" in takes
+        begins = range(0, ids.shape[1], _CAPTURED)
+        few = ids.device.type == _ON and len(begins) * self.piece.numel() <= _FEW and "logits_to_keep" in takes
         if not few or self.read_piece.failed:
             self.scores.copy_(read_prompt(model, ids, mask, self.keys))
             return
         self.keys.take(self.places, self.keys.room)
-        length = ids.shape[1]
-        for begin in range(0, length, _CAPTURED):
+        for begin in begins:
             tokens = ids[:, begin : begin + _CAPTURED]
             self.piece[:, : tokens.shape[1]] = tokens
             self.places.copy_(self.slots[begin : begin + _CAPTURED])
