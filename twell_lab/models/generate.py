@@ -10,6 +10,7 @@ capture is, because a capture that fails may cost the process its CUDA context."
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -292,7 +293,9 @@ def _loop(
     generator.seed() if seed is None else generator.manual_seed(seed)
     text = pad(ids, (0, tokens), value=filler)
     room = -(-text.shape[1] // _ROUNDED) * _ROUNDED
-    form = (batch, room, (draw[0] > 0, draw[1] > 0 or draw[2] < 1), ends, filler, _state(model))
+    # Tensors made in inference mode stay such, and autocast decides of what type keys and values are.
+    mode = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(ids.device.type)
+    form = (batch, room, (draw[0] > 0, draw[1] > 0 or draw[2] < 1), ends, filler, (_state(model), *mode))
     step = _steps.pop(model, None)  # while it is in use, another thread makes its own
     # Another form's goes before the next one is made, since its memory is needed.
     step = step if step is not None and step.form == form else None
@@ -310,7 +313,7 @@ def _loop(
         if number < tokens:
             if step.noise is not None:
                 step.noise.exponential_(generator=generator)
-            step.choose(step.scores) if number == 0 else step.advance(model, tokens - number >= _WORTH)
+            step.choose(step.scores) if number == 0 else step.advance(model, step, tokens - number >= _WORTH)
             text[:, length + number] = step.token
             sent.append(_send(step.token))
         if number < late:
@@ -414,11 +417,11 @@ class Step:
         self.ranks = torch.arange(wide[1], device=scores.device)
         self.broken = new((), dtype=torch.bool)
         self.keys, self.scores = keys, scores.clone()
-        self.advance = Replayed(_step, self, "decodes step by step", compiled=True)
+        self.advance = Replayed(_step, "decodes step by step", compiled=True)
         # Of a piece of the prompts: its tokens, the slots that they take, and the number of the last one.
         self.piece, self.places = new(batch, _CAPTURED, dtype=torch.int64), self.slots[:_CAPTURED].clone()
         self.last = new(1, dtype=torch.int64)
-        self.read_piece = Replayed(_read, self, "reads prompts without a graph")
+        self.read_piece = Replayed(_read, "reads prompts without a graph")
 
     def load(self, length: int, draw: Draw, mask: Tensor | None) -> None:
         """Begin anew behind a prompt of so many tokens."""
@@ -448,7 +451,7 @@ class Step:
             self.piece[:, : tokens.shape[1]] = tokens
             self.places.copy_(self.slots[begin : begin + _CAPTURED])
             self.last.fill_(tokens.shape[1] - 1)
-            self.read_piece(model)
+            self.read_piece(model, self)
 
     def masks(self, config: Any, dtype: torch.dtype, places: Tensor) -> Any:
         """Return what a model takes as attention_mask of tokens in these slots, [batch, 1, tokens, room]: a mask; or,
@@ -486,41 +489,41 @@ class Step:
 
 
 class Replayed:
-    """A call of a model on what a step holds: a few times as it is, which shows whether it waits for the GPU, then
-    captured, and from then on replayed. without: what a model does that cannot be captured, for a warning."""
+    """A call of a model and a step: a few times as it is, which shows whether it waits for the GPU, then captured, and
+    from then on replayed. It does not keep the step, which has to go at once when it is forgotten: a cycle would keep
+    its memory. without: what a model does that cannot be captured, for a warning."""
 
-    def __init__(self, call: Callable[[Any, Step], None], step: Step, without: str, *, compiled: bool = False) -> None:
-        self.call, self.step, self.without, self.failed = call, step, without, False
+    def __init__(self, call: Callable[[Any, Step], None], without: str, *, compiled: bool = False) -> None:
+        self.call, self.without, self.failed = call, without, False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.stream: torch.cuda.Stream | None = None
         self.ahead = [Replayed._compile] * compiled + [Replayed._try, Replayed._capture]
 
-    def __call__(self, model: Any, worth: bool = True) -> None:
+    def __call__(self, model: Any, step: Step, worth: bool = True) -> None:
         """Make the call. worth: whether enough others follow for it to be compiled and captured."""
         if self.graph is not None:
             self.graph.replay()
-        elif self.ahead and worth and self.step.token.is_cuda:
-            self.ahead.pop(0)(self, model)
+        elif self.ahead and worth and step.token.is_cuda:
+            self.ahead.pop(0)(self, model, step)
         else:
-            self.call(model, self.step)
+            self.call(model, step)
 
-    def _compile(self, model: Any) -> None:
+    def _compile(self, model: Any, step: Step) -> None:
         # Products with one token are then compiled, too, as sums: those of one input, such as queries, keys and values,
         # in one kernel, which on an H200 made steps 1.1 to 1.2 times as fast. But it takes half a minute, in which a
         # small model is done.
         large = sum(t.nbytes for t in model.parameters()) >= _LARGE
-        options = {"coordinate_descent_tuning": large and len(self.step.token) == 1}
+        options = {"coordinate_descent_tuning": large and len(step.token) == 1}
         plain, self.call = self.call, torch.compile(self.call, fullgraph=True, options=options)
         try:
             with torch._dynamo.config.patch(recompile_limit=64):  # models, batches and ways to choose
-                self.call(model, self.step)
+                self.call(model, step)
         except Exception as error:  # of many kinds; nothing was computed
             _say_once(type(model), "decodes uncompiled, as its step cannot be compiled", str(error))
             self.call = plain
-            self.call(model, self.step)
+            self.call(model, step)
 
-    def _try(self, model: Any) -> None:
-        step = self.step
+    def _try(self, model: Any, step: Step) -> None:
         moved = [step.place, step.position, step.token, step.finished]
         before = [t.clone() for t in moved]
         try:
@@ -534,14 +537,14 @@ class Replayed:
             self.call(model, step)
         torch.cuda.current_stream().wait_stream(self.stream)
 
-    def _capture(self, model: Any) -> None:
+    def _capture(self, model: Any, step: Step) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=self._beside(), capture_error_mode="thread_local"):
-                self.call(model, self.step)
+                self.call(model, step)
         except RuntimeError as error:  # as of too little memory
             self._fail(model, "as it cannot be captured", error)
-            self.call(model, self.step)
+            self.call(model, step)
         else:
             self.graph = graph
             graph.replay()
@@ -589,17 +592,19 @@ def _scores(
 @contextmanager
 def _no_waiting() -> Iterator[None]:
     """Within it an operation that waits for the GPU raises a RuntimeError."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with _one_at_a_time:  # the mode is the process's: two threads could leave it on
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 _steps: WeakKeyDictionary[nn.Module, Step] = WeakKeyDictionary()
+_one_at_a_time = threading.Lock()
 
 
 def forget(model: nn.Module) -> None:

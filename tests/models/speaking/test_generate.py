@@ -1,8 +1,10 @@
 """`tl.generate`: the tokens of each model's own `generate`, by the loop that is captured on a GPU, here uncaptured."""
 
 import copy
+import gc
 import threading
 import warnings
+import weakref
 from functools import partial
 
 import pytest
@@ -77,6 +79,28 @@ def test_swapped_layers_say_the_same_and_a_changed_model_gets_a_new_step(loop):
     assert module._steps[model] is not first
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone(), requires_grad=False)
     assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), own(model))
+
+
+def test_what_is_kept_for_a_model_goes_at_once(loop):
+    model = decoders.build("Llama")
+    gc.disable()  # it does not see the memory of a GPU
+    try:
+        for forget in (module.forget, lambda model: tl.generate(model, IDS[:1], max_new_tokens=2)):
+            tl.generate(model, IDS, max_new_tokens=2, attention_mask=MASK)
+            step = weakref.ref(module._steps[model])
+            forget(model)
+            assert step() is None
+    finally:
+        gc.enable()
+
+
+def test_calls_in_inference_mode_and_under_autocast_follow_others(loop):
+    model = decoders.build("Llama")
+    wanted = own(model)
+    for mode in (torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad):
+        with mode():
+            said = tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK)
+    assert torch.equal(said, wanted)
 
 
 def test_transformers_takes_it_with_all_that_it_prepares(loop):
