@@ -91,7 +91,7 @@ def read_json(path: str | os.PathLike, what: str) -> Any:
     try:
         return json.loads(read_file(path, 2**30), parse_constant=refuse)
     except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{what} {os.fspath(path)!r} cannot be read as JSON: {_reason(error)}") from None
+        raise RecordError(f"{what} {os.fspath(path)!r} cannot be read: {_reason(error)}; accepted: JSON") from None
 
 
 def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
@@ -173,7 +173,7 @@ def cache_dir() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.stat()
         if hasattr(os, "geteuid") and (facts.st_uid != os.geteuid() or facts.st_mode & 0o022):
-            raise OSError(None, f"it belongs to user {facts.st_uid}, or others can write there")
+            raise OSError(None, f"it belongs to user {facts.st_uid}, with mode {facts.st_mode & 0o777:o}")
         tempfile.TemporaryFile(dir=folder).close()  # root may write where the mode says no
         return folder
     except OSError as error:

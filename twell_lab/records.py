@@ -113,7 +113,7 @@ class Record:
     def save(self, folder: str | Path | None = None) -> Path:
         """Write the record into a file of its own, whole or not at all, and return its path; by default into
         `core.new_records_dir()`. RecordError if that cannot be."""
-        target = self.free_path(Path(folder or core.new_records_dir()))
+        target = self.free_path(core.new_records_dir() if folder is None else Path(folder))
         write_atomically(target, self.to_json())
         return target
 
@@ -187,7 +187,7 @@ def load(path: str | Path) -> Record:
 
 def load_all(folder: str | Path | None = None) -> list[Record]:
     """Return every record of a folder, by default the project's, oldest first; RecordError as of `load`."""
-    paths = sorted(Path(folder or core.records_dir()).glob("*.json"))
+    paths = sorted((core.records_dir() if folder is None else Path(folder)).glob("*.json"))
     return sorted((load(path) for path in paths if path.name != UNVERIFIED), key=lambda record: record.date)
 
 
@@ -274,8 +274,8 @@ def verify(folder: str | Path | None = None) -> str:
     when = "there is no GPU test report"
     for report in [record for record in load_all(folder) if "gpu_tests" in record.notes][-1:]:
         tested, when, tests = {*report.kernels.values()}, f"tested on a GPU on {report.date}", report.notes["gpu_tests"]
-        passed = tests.get("passed") if isinstance(tests, dict) else None
-        if type(passed) is not int or passed < 1 or tests.get("failed") != 0:
+        passed, failed = (tests.get(key) if isinstance(tests, dict) else None for key in ("passed", "failed"))
+        if not (type(passed) is type(failed) is int and passed > 0 and failed == 0):
             said = f"notes.gpu_tests of {report.name} of {report.date} is {tests!r:.200}, which is no evidence"
             raise RecordError(f"{said}; accepted: passed above 0 and failed 0")
     untested = {name: value for name, value in now.items() if value not in tested}

@@ -123,7 +123,7 @@ def test_a_profile_is_judged():
         (dict(tokens=[1.5]), "tokens is 1.5"),
         (dict(tokens=[2**64]), "tokens is 18446744073709551616"),
         (dict(d_model=0), "d_model is 0"),
-        (dict(d_ff=2**30), "up to 131,072 of d_ff"),
+        (dict(d_ff=2**30), "up to 262,144 of d_ff"),
     ],
 )
 def test_what_is_not_accepted(asked, message):

@@ -20,7 +20,7 @@ from twell_lab.core import RecordError, StackError
 )
 def test_what_is_no_json_is_refused_by_name(tmp_path, content, why):
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(RecordError, match=f"plan '.*x.json' cannot be read as JSON: .*{why}"):
+    with pytest.raises(RecordError, match=f"plan '.*x.json' cannot be read: .*{why}.*; accepted: JSON"):
         core.read_json(tmp_path / "x.json", "plan")
 
 
@@ -91,7 +91,7 @@ def test_the_cache_lies_in_the_users_own_folder_or_where_it_is_told_to(tmp_path,
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows protects folders in another way")
 @pytest.mark.parametrize(
     "kind, me, why",
-    [("shared", 0, "others can write"), ("file", 0, "File exists|Not a directory"), ("theirs", 1, "belongs to user")],
+    [("shared", 0, "with mode 777"), ("file", 0, "File exists|Not a directory"), ("theirs", 1, "belongs to user")],
 )
 def test_a_cache_of_others_or_nobody_is_a_temporary_folder(tmp_path, monkeypatch, kind, me, why):
     (tmp_path / "file").touch()

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import lru_cache, reduce
+from functools import lru_cache
 from statistics import median_low
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from .profile import FiringProfile
 _MATMUL, _LAUNCH = 7.65e14, 2.5e-6
 _REACHED = "H100 SXM"
 _WORTH = 0.9  # of the dense layers' time: a plan wants a gain of 10% where it only predicts
-_WIDEST = 2**17  # d_ff
+_WIDEST = 2**18  # d_ff
 _FORCED = re.compile(r"forced (\w+)(?: (\d+))?")  # in records, a path that all layers took
 
 
@@ -53,7 +52,13 @@ def firing_of(nnz: float, d_model: int = 2048, d_ff: int = 5632, gated: bool = T
 
 def _sums(rates: Tensor) -> Tensor:
     """Return the probability that 0, 1, ..., n of n neurons fire at these rates: float64 [n + 1]."""
-    return torch.from_numpy(reduce(np.convolve, torch.stack([1 - rates, rates], 1).numpy()))
+    sums = torch.stack([1 - rates, rates], 1)  # a polynomial for each neuron, multiplied in pairs until one is left
+    while len(sums) > 1:
+        if len(sums) % 2:
+            sums = torch.cat([sums, torch.eye(1, sums.shape[1], dtype=sums.dtype)])
+        size = 2 * sums.shape[1] - 1
+        sums = torch.fft.irfft(torch.fft.rfft(sums[::2], size) * torch.fft.rfft(sums[1::2], size), size)
+    return sums[0, : len(rates) + 1].clamp(min=0)
 
 
 def datasheets() -> list[dict]:

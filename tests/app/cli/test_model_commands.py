@@ -63,7 +63,7 @@ def test_a_profile_is_shown_saved_and_compared(ask, value, refused, trained, tex
     shown = ask(*asked, "--against", counts).out
     assert joined(shown).endswith("a plan made from one serves the other.")
     assert max(map(len, shown.splitlines())) <= 80
-    assert "text.txt' cannot be read as JSON" in refused(*asked, "--against", text)
+    assert "text.txt' cannot be read: Expecting value" in refused(*asked, "--against", text)
     assert "no/such" in refused(*asked, "--against", "no/such.json")
     assert "tokens of text.txt, validation part" in ask(*asked, "--windows", "2").out
     (tmp_path / "other.txt").write_text(text.read_text()[1:])
