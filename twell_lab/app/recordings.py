@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 
 from .. import core
-from ..bench import arena, comparison, decoding, fine_tuning, forward, losses, methods, models, training
+from ..bench import arena, comparison, composing, decoding, fine_tuning, forward, losses, methods, models, training
+from ..bench.chip import sections as chip
 from ..bench.rows import Sections
 from ..core import DeviceError, RecordError, StackError, TwellError
 from ..ops import kernels
@@ -223,6 +224,8 @@ _SECTIONS = [
     Recording("training", "training steps of a layer and of a model, beside the dense layer", training.sections),
     Recording("thresholds", "a SiLU model with thresholds beside the model without", losses.thresholds),
     Recording("comparison", "products of a matrix with zeros by many methods beside the dense one", methods.sections),
+    Recording("composing", "2:4 with INT8, and padding with ReLU zeros, each alone and both", composing.sections),
+    Recording("chip", "latencies and rates of a GPU's memories", chip),
     Recording("pruning", "a small language model, dense and pruned, and trained on", losses.pruning, 600.0, False),
     Recording("host-time", "host and wall time of plain calls of one layer", training.host_sections),
     Recording("decoding", "whole generations, transformers' own loops beside tl.generate", decoding.sections, 570.0),

@@ -133,6 +133,13 @@ def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
 # ---- padding ----
 
 
+def real_tokens(share: float, sizes: Sizes) -> Tensor:
+    """Return which tokens of a batch are no padding, this share of them all: bool [sequences, length]."""
+    lengths = torch.linspace(2 * share - 1 if share > 0.5 else 0, min(1, 2 * share), sizes.sequences)
+    length = sizes.tokens[-1] // sizes.sequences
+    return (torch.arange(length) < (lengths[:, None] * length).round()).to(sizes.device)
+
+
 @torch.no_grad()
 def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict]:
     """Return rows of kind "padding": gated layers, one after another with residuals, on sequences of which this share
@@ -141,10 +148,8 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
     tokens, device = sizes.tokens[-1], sizes.device
     layer, inputs = clock.workload(tokens, sizes.d_model, sizes.d_ff, 29, "lognormal", sizes.dtype, device)
     stacked = [copy.deepcopy(layer) for _ in range(layers)]
-    xs = [x.view(sizes.sequences, -1, sizes.d_model) for x in inputs]
-    lengths = torch.linspace(2 * share - 1 if share > 0.5 else 0, min(1, 2 * share), sizes.sequences)
-    length = xs[0].shape[1]
-    real = torch.arange(length, device=device) < (lengths[:, None] * length).round().to(device)
+    real = real_tokens(share, sizes)
+    xs = [x.view(*real.shape, sizes.d_model) for x in inputs]
     padding = remove_padding(xs[0], real)[1]
 
     def stack(x: Tensor) -> Tensor:
