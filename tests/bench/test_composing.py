@@ -10,17 +10,23 @@ from twell_lab.records import Record
 
 
 def product(packed, b, *, alpha=None, out_dtype=None, transpose_result=False, alg_id=0):
-    """cuSPARSELt's INT8 product, that of a version which writes y^T alone."""
+    """cuSPARSELt's INT8 product."""
+    sums = packed.double() @ b.double()
+    y = (sums if alpha is None else alpha[:, None] * sums).to(out_dtype)
+    return y.t().contiguous() if transpose_result else y
+
+
+def as_it_comes(*given, transpose_result, **how):
+    """The same of a version that writes y^T alone."""
     if transpose_result:
         raise RuntimeError("not supported")
-    sums = packed.double() @ b.double()
-    return (sums if alpha is None else alpha[:, None] * sums).to(out_dtype)
+    return product(*given, **how)
 
 
-@pytest.fixture
-def sparse(monkeypatch):
+@pytest.fixture(params=(product, as_it_comes))
+def sparse(monkeypatch, request):
     monkeypatch.setattr(torch, "_cslt_compress", lambda values: values)
-    monkeypatch.setattr(torch, "_cslt_sparse_mm", product)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", request.param)
     monkeypatch.setattr(torch, "_cslt_sparse_mm_search", lambda *_, **__: 3)
 
 
