@@ -17,7 +17,7 @@ from ..ops import accuracy, clock
 from ..sparsities import microtiles, two_four
 from ..sparsities.int8 import int8_linear
 from ..sparsities.padding import add_padding, remove_padding
-from ..sparsities.quantised import Rows, output_error, quantise, round_rows, round_tokens
+from ..sparsities.quantised import Rows, output_error, quantise, round_tokens
 from . import methods, rows
 from .comparison import CHECKED, WRONG
 from .methods import PACKED, REMOVED, TILES
@@ -28,13 +28,12 @@ OPT = methods.Sizes(d_ff=8192)  # a layer of OPT-1.3B
 FIRING, REAL = (1 / 256, 1 / 64), 0.5  # shares: of neurons that fire, and of tokens that are no padding
 
 
-def int8_two_four(weight: Rows, like: Tensor, inside: bool, searched: bool) -> Callable[[Tensor], Tensor]:
-    """Return x -> x W^T by cuSPARSELt's INT8 product of a W that is 2:4, for many x like this one, whose rows are
-    rounded too. inside: the product scales by W's scales and gives 16 bits, so that only x's are left; else it gives
-    int32. searched: with the fastest of its algorithms."""
-    packed, scale = torch._cslt_compress(weight.values), weight.scale
-    how = {"out_dtype": like.dtype, "alpha": scale} if inside else {"out_dtype": torch.int32}
-    how, values = how | {"transpose_result": True}, round_tokens(like, torch.int8).values
+def int8_two_four(weight: Rows, values: Tensor, inside: bool, searched: bool) -> Callable[[Tensor], Tensor]:
+    """Return x -> x W^T by cuSPARSELt's INT8 product of a W that is 2:4, for INT8 rows x of this shape. inside: the
+    product scales by W's scales and gives bfloat16; else it gives int32. searched: by the fastest of its algorithms."""
+    packed = torch._cslt_compress(weight.values)
+    how = {"out_dtype": torch.bfloat16, "alpha": weight.scale} if inside else {"out_dtype": torch.int32}
+    how["transpose_result"] = True
     try:
         torch._cslt_sparse_mm(packed, values.t(), **how)
     except RuntimeError:  # a version that writes INT8's result as y^T alone
@@ -42,13 +41,9 @@ def int8_two_four(weight: Rows, like: Tensor, inside: bool, searched: bool) -> C
     if searched:
         how["alg_id"] = torch._cslt_sparse_mm_search(packed, values.t(), **how)
 
-    def product(x: Tensor) -> Tensor:
-        values, of_x = round_tokens(x, torch.int8)
-        sums = torch._cslt_sparse_mm(packed, values.t(), **how)
-        sums = sums if how["transpose_result"] else sums.t()
-        if inside:
-            return torch.mul(sums, of_x[:, None], out=sums)
-        return torch.mul(sums * of_x[:, None], scale, out=torch.empty_like(sums, dtype=x.dtype))
+    def product(values: Tensor) -> Tensor:
+        y = torch._cslt_sparse_mm(packed, values.t(), **how)
+        return y if how["transpose_result"] else y.t()
 
     return product
 
@@ -56,33 +51,51 @@ def int8_two_four(weight: Rows, like: Tensor, inside: bool, searched: bool) -> C
 @torch.no_grad()
 def quantised_rows(searched: bool, shape: tuple[int, int, int], left_out: dict, device: str = "cuda") -> list[dict]:
     """Return rows of kind "composing": x W^T in bfloat16, W [out, in] as it is, 2:4, INT8, or both; INT8's with x
-    rounded in each call, a scale a token. shape: tokens, in, out. searched: only 2:4, by the fastest algorithm."""
+    rounded in each call, a scale a token, and without that, and without scales, of rows that are INT8 before. shape:
+    tokens, in, out. searched: only 2:4, by the fastest algorithm."""
     (tokens, d_in, d_out), normal = shape, torch.Generator(device).manual_seed(0)
     drawn = lambda count: torch.randn(count, d_in, generator=normal, device=device).bfloat16()
     weight, xs = drawn(d_out), [drawn(tokens) for _ in range(clock.ROTATED)]
     pruned = weight.masked_fill(~two_four.two_four_mask(weight), 0)
     whole, half = quantise(weight), quantise(pruned)
     picked = torch.linspace(0, tokens - 1, min(CHECKED, tokens), device=device).long()
-    x, short = xs[0][picked], round_rows(xs[0][picked], torch.int8).dense()
+    shorts, x = [round_tokens(x, torch.int8) for x in xs], xs[0][picked]
+    values, short = [rows.values for rows in shorts], shorts[0].dense()[picked]
 
     def sparse() -> Callable[[Tensor], Tensor]:
         tensor = two_four.packed(pruned, "cusparselt")
         return partial(two_four.product, sparse=two_four.searched(tensor, tokens) if searched else tensor)
 
-    def entry(make: Callable, first: Tensor, second: Tensor) -> rows.Entry:
-        y = (call := make())(xs[0])[picked]
+    def both(inside: bool) -> Callable[[Tensor], Tensor]:
+        multiply = int8_two_four(half, values[0], inside, searched)
+
+        def product(x: Tensor) -> Tensor:
+            rounded, scale = round_tokens(x, torch.int8)
+            y = multiply(rounded)
+            if inside:
+                return torch.mul(y, scale[:, None], out=y)
+            return torch.mul(y * scale[:, None], half.scale, out=torch.empty_like(y, dtype=x.dtype))
+
+        return product
+
+    def entry(make: Callable, inputs: list[Tensor], first: Tensor, second: Tensor) -> rows.Entry:
+        y = (call := make())(inputs[0])[picked]
+        scaled, y = y.is_floating_point(), y if y.is_floating_point() else y.float()
         exact, dense = (a.double() @ b.double().t() for a, b in ((first, second), (x, weight)))
         ratio = rows.hold("a row", accuracy.worst_row(y, exact.to(y.dtype), exact)[0], WRONG)
-        return rows.over(call, xs), {"error_over_allowed": ratio, "error": output_error(y, dense)}
+        facts = {"error_over_allowed": ratio} | ({"error": output_error(y, dense)} if scaled else {})
+        return rows.over(call, inputs), facts
 
-    both = partial(int8_two_four, half, xs[0])
-    ways = {  # what makes the call, and the operands that it multiplies
-        rows.DENSE: (lambda: partial(F.linear, weight=weight), x, weight),
-        "2:4": (sparse, x, pruned),
-        "INT8, scaled after": (lambda: partial(int8_linear, rows=whole, apart=True), short, whole.dense()),
-        "INT8, scaled inside": (lambda: partial(int8_linear, rows=whole), short, whole.dense()),
-        "INT8 and 2:4, scaled after": (lambda: both(False, searched), short, half.dense()),
-        "INT8 and 2:4, W's scales inside": (lambda: both(True, searched), short, half.dense()),
+    sums = lambda weight: (values, values[0][picked], weight.values)
+    ways = {  # what makes the call, its inputs, and the operands that it multiplies
+        rows.DENSE: (lambda: partial(F.linear, weight=weight), xs, x, weight),
+        "2:4": (sparse, xs, x, pruned),
+        "INT8, scaled after": (lambda: partial(int8_linear, rows=whole, apart=True), xs, short, whole.dense()),
+        "INT8, scaled inside": (lambda: partial(int8_linear, rows=whole), xs, short, whole.dense()),
+        "INT8, the sums alone": (lambda: partial(torch._int_mm, mat2=whole.values.t()), *sums(whole)),
+        "INT8 and 2:4, scaled after": (lambda: both(False), xs, short, half.dense()),
+        "INT8 and 2:4, W's scales inside": (lambda: both(True), xs, short, half.dense()),
+        "INT8 and 2:4, the sums alone": (lambda: int8_two_four(half, values[0], False, searched), *sums(half)),
     }
     workload = f"{d_in:,} to {d_out:,}" + ", searched" * searched
     taken = {path: partial(entry, *way) for path, way in ways.items() if not searched or path[:5] != "INT8,"}
