@@ -12,6 +12,7 @@
 //   kept_inputs_v3  a warp lists its own inputs, 32 at a time, and reads their rows as soon as it has a batch: no barrier
 //                   before the last sums. A slab has 64 columns; 128 (wide) where those are blocks enough for the GPU,
 //                   or 32 (narrow) where 64 are not
+//   kept_inputs_v3_each  up to three products of the same inputs, their results side by side
 // Worklog: docs/kernels/sm80_kept_inputs.md
 #include "activation.cuh"
 #include "ptx_sm80_decode.cuh"
@@ -282,11 +283,11 @@ template <int LANES>
 __device__ __forceinline__ void product_of_kept(OwnMemory<LANES>& memory, const value_t* x, const value_t* first_t,
                                                 const value_t* second_t, const value_t* first_bias,
                                                 const value_t* second_bias, value_t* y, int tokens, int inputs,
-                                                int outputs, float threshold) {
+                                                int outputs, float threshold, int slab, int row) {
     constexpr int COLUMNS = LANES * VECTOR, BATCH = Own<LANES>::BATCH;
     static_assert(TOKENS * COLUMNS <= V3_WARPS * WARP, "a thread writes one output");
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int column = blockIdx.x * COLUMNS + lane % LANES * VECTOR;
+    const int column = slab * COLUMNS + lane % LANES * VECTOR;
     const bool inside = column < outputs;
     const value_t* const weights[] = {first_t + column, second_t + column};
     Own<LANES>& own = memory.own[warp];
@@ -330,7 +331,7 @@ __device__ __forceinline__ void product_of_kept(OwnMemory<LANES>& memory, const 
         }
     }
     __syncthreads();
-    const int token = threadIdx.x / COLUMNS, c = threadIdx.x % COLUMNS, n = blockIdx.x * COLUMNS + c;
+    const int token = threadIdx.x / COLUMNS, c = threadIdx.x % COLUMNS, n = slab * COLUMNS + c;
     if (token >= min(TOKENS, tokens) || n >= outputs) return;
     float all[MATRICES] = {};
 #pragma unroll
@@ -338,7 +339,7 @@ __device__ __forceinline__ void product_of_kept(OwnMemory<LANES>& memory, const 
 #pragma unroll
         for (int m = 0; m < MATRICES; ++m) all[m] += memory.part[w][token * MATRICES + m][c];
     }
-    y[(long long)token * outputs + n] = output(all[0], all[MATRICES - 1], first_bias, second_bias, n);
+    y[(long long)token * row + n] = output(all[0], all[MATRICES - 1], first_bias, second_bias, n);
 }
 
 #if TOKENS == 1  // the sums of several tokens have no room in shared memory
@@ -348,7 +349,8 @@ kept_inputs_v3_wide(const value_t* __restrict__ x, const value_t* __restrict__ f
                     const value_t* __restrict__ second_bias, value_t* __restrict__ y, int tokens, int inputs,
                     int outputs, float threshold) {
     __shared__ OwnMemory<16> memory;
-    product_of_kept<16>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
+    product_of_kept<16>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold,
+                       blockIdx.x, outputs);
 }
 #endif
 
@@ -357,7 +359,8 @@ kept_inputs_v3(const value_t* __restrict__ x, const value_t* __restrict__ first_
                const value_t* __restrict__ first_bias, const value_t* __restrict__ second_bias, value_t* __restrict__ y,
                int tokens, int inputs, int outputs, float threshold) {
     __shared__ OwnMemory<8> memory;
-    product_of_kept<8>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
+    product_of_kept<8>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold,
+                       blockIdx.x, outputs);
 }
 
 extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
@@ -366,5 +369,28 @@ kept_inputs_v3_narrow(const value_t* __restrict__ x, const value_t* __restrict__
                       const value_t* __restrict__ second_bias, value_t* __restrict__ y, int tokens, int inputs,
                       int outputs, float threshold) {
     __shared__ OwnMemory<4> memory;
-    product_of_kept<4>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold);
+    product_of_kept<4>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold,
+                       blockIdx.x, outputs);
 }
+
+#if !PAIRED && !ACTIVATED
+// y: [tokens][a + b + c], x's products with weights of a, b and c outputs.
+extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
+kept_inputs_v3_each(const value_t* __restrict__ x, const value_t* __restrict__ a_t, const value_t* __restrict__ b_t,
+                    const value_t* __restrict__ c_t, const value_t* __restrict__ a_bias,
+                    const value_t* __restrict__ b_bias, const value_t* __restrict__ c_bias, value_t* __restrict__ y,
+                    int tokens, int inputs, int a, int b, int c) {
+    __shared__ OwnMemory<EACH_LANES> memory;
+    const value_t *weight = a_t, *bias = a_bias;
+    int slab = blockIdx.x, outputs = a, first = 0;
+    const int of_a = (a + EACH_LANES * VECTOR - 1) / (EACH_LANES * VECTOR);
+    const int of_b = (b + EACH_LANES * VECTOR - 1) / (EACH_LANES * VECTOR);
+    if (slab >= of_a + of_b) {
+        weight = c_t, bias = c_bias, outputs = c, first = a + b, slab -= of_a + of_b;
+    } else if (slab >= of_a) {
+        weight = b_t, bias = b_bias, outputs = b, first = a, slab -= of_a;
+    }
+    product_of_kept<EACH_LANES>(memory, x, weight, nullptr, bias, nullptr, y + first, tokens, inputs, outputs, 0, slab,
+                                a + b + c);
+}
+#endif

@@ -59,6 +59,10 @@ def test_swapped_layers_are_captured_in_16_bits(gpu, act, share):
         warnings.filterwarnings("error", "generate: ")  # such as that it decodes uncompiled
         text = tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask)
     assert module._steps[model].advance.graph is not None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        assert torch.equal(tl.generate(model, ids, max_new_tokens=TOKENS, attention_mask=mask), text)
+    joined = "kept_inputs_v3_each" in {event.name for event in profiled.events()}
+    assert joined == (act == "silu")
     mask = torch.nn.functional.pad(mask, (0, TOKENS), value=1)
     scores = dense(text, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits.float()
     scores, chosen = scores[:, ids.shape[1] - 1 : -1], text[:, ids.shape[1] :, None]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.library import opcheck
-from torch.nn.functional import linear, silu
+from torch.nn.functional import dropout, linear, silu
 
 from twell_lab.layers.lossy import zeroed
-from twell_lab.layers.skipping import SkippingLinear, skip, stop_skipping
+from twell_lab.layers.skipping import SkippingLinear, joining, skip, stop_skipping
 from twell_lab.ops import kept_inputs
 
 
@@ -67,3 +67,28 @@ def test_the_operator_says_what_torch_says(kind, threshold):
     torch.testing.assert_close(torch.ops.twell_lab.kept_inputs(*given), wanted)
     opcheck(torch.ops.twell_lab.kept_inputs.default, given, test_utils=("test_schema", "test_faketensor"))
     assert kept_inputs.FEW <= kept_inputs.MOST_TOKENS
+
+
+def test_projections_of_one_input_are_one_launch_in_compiled_code():
+    """Queries, keys and values are; what comes behind is not, nor what has the same input behind a dropout."""
+    weights = [torch.randn(24, n).t() for n in (16, 8, 8, 32, 8, 8)]
+    biases, product = [torch.randn(16), None, torch.randn(8), None, None, None], torch.ops.twell_lab.kept_inputs
+
+    def attention(x):
+        of = lambda number, x: product(x, weights[number], None, biases[number], None, 0.0, None)  # noqa: E731
+        q, k, v = (of(i, zeroed(x, 0.5)) for i in range(3))
+        other, another = (of(i, dropout(x)) for i in (4, 5))
+        return of(3, zeroed(torch.cat([q, v], -1), 0.5)), k, other, another
+
+    def seen(graph):
+        made(graph)
+        launches.extend(str(node.target) for node in graph.nodes if "kept_inputs" in str(node.target))
+
+    x, made, launches = torch.randn(1, 2, 24), joining(), list[str]()
+    with torch.no_grad():
+        found = torch.compile(attention, fullgraph=True, options={"post_grad_custom_pre_pass": seen})(x)
+        for y, wanted in zip(found[:2], attention(x)):
+            torch.testing.assert_close(y, wanted, atol=1e-4, rtol=1e-4)
+    assert sorted(launches) == ["twell_lab.kept_inputs.default"] * 3 + ["twell_lab.kept_inputs_each.default"]
+    given = x, weights[:3], biases[:3]
+    opcheck(torch.ops.twell_lab.kept_inputs_each.default, given, test_utils=("test_schema", "test_faketensor"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.fx import Graph, Node
 from torch.nn.functional import linear
 
 from ..ops import checks, kept_inputs
@@ -43,3 +44,53 @@ def stop_skipping(module: nn.Module) -> None:
     if type(module) is SkippingLinear:
         module.__class__ = nn.Linear
         storage.restore([module], None)
+
+
+def join(graph: Graph) -> None:
+    """Have a compiled graph compute projections of one input, as queries, keys and values are, in one launch: in
+    launches of their own small ones take nearly as long as large ones."""
+    one, each = torch.ops.twell_lab.kept_inputs.default, torch.ops.twell_lab.kept_inputs_each.default
+    found: dict[str, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=one):
+        x, first, second, bias, _, threshold, kind = node.args
+        given = all(part is None or part.op == "placeholder" for part in (first, bias))
+        if given and second is None and kind is None and not threshold:
+            found.setdefault(_formula(x), []).append(node)
+    for nodes in found.values():
+        for i in range(0, len(nodes) - 1, kept_inputs.TOGETHER):
+            some = nodes[i : i + kept_inputs.TOGETHER]
+            given = some[0].args[0], [node.args[1] for node in some], [node.args[3] for node in some]
+            with graph.inserting_before(some[0]):
+                made, end = _added(graph, each, *given), 0
+                for node in some:
+                    begin, end = end, end + node.meta["val"].shape[-1]
+                    node.replace_all_uses_with(_added(graph, torch.ops.aten.slice.Tensor, made, -1, begin, end))
+            for node in some:
+                graph.erase_node(node)
+
+
+def joining() -> object:
+    """Return what torch.compile takes as post_grad_custom_pre_pass to `join`, with its cache."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # it takes most of a second
+
+    class Join(CustomGraphPass):
+        __call__ = staticmethod(join)
+
+        def uuid(self) -> object:
+            return get_hash_for_files((__file__,))
+
+    return Join()
+
+
+def _added(graph: Graph, operator: torch._ops.OpOverload, *given) -> Node:
+    node = graph.call_function(operator, given)
+    node.meta["val"] = operator(*torch.fx.map_arg(given, lambda part: part.meta["val"]))
+    return node
+
+
+def _formula(value: object, steps: int = 4) -> str:
+    """Return what a value of a graph is, as far as some steps back: each projection has its threshold by itself."""
+    made = steps and isinstance(value, Node) and value.op == "call_function"
+    if not made or torch.Tag.nondeterministic_seeded in getattr(value.target, "tags", ()):
+        return repr(value)
+    return f"{value.target}({[_formula(part, steps - 1) for part in value.args]}, {value.kwargs})"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..core import InputError
+from ..layers.skipping import joining
 from .tiny import Keys, LanguageModel, check_whole
 
 if TYPE_CHECKING:
@@ -513,7 +514,7 @@ class Replayed:
         # in one kernel, which on an H200 made steps 1.1 to 1.2 times as fast. But it takes half a minute, in which a
         # small model is done.
         large = sum(t.nbytes for t in model.parameters()) >= _LARGE
-        options = {"coordinate_descent_tuning": large and len(step.token) == 1}
+        options = {"coordinate_descent_tuning": large and len(step.token) == 1, "post_grad_custom_pre_pass": joining()}
         plain, self.call = self.call, torch.compile(self.call, fullgraph=True, options=options)
         try:
             with torch._dynamo.config.patch(recompile_limit=64):  # models, batches and ways to choose

@@ -5,6 +5,7 @@ layer's projections."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ _COLUMNS = {1: 256, 2: 32}  # of the result, those of a block, by version
 _WIDTHS = {"_wide": 128, "": 64, "_narrow": 32}  # the same of version 3, by what its kernels' names end in
 _ENOUGH = 0.6  # blocks for each multiprocessor: with fewer, a block's slab is made narrower
 _ROW_LANES = 4  # lanes that share a row of a weight, 8 values each
+_EACH_LANES = 8  # the same of products of the same inputs
+TOGETHER = 3  # products of the same inputs that one launch computes at most
 
 
 class Kept(NamedTuple):
@@ -57,9 +60,10 @@ KEPT_INPUTS = Source(
         "kept_inputs_v3_wide": Entry(512, "ppppppiiif", among=lambda macros: macros["TOKENS"] == 1),
         "kept_inputs_v3": Entry(512, "ppppppiiif"),
         "kept_inputs_v3_narrow": Entry(512, "ppppppiiif"),
+        "kept_inputs_v3_each": Entry(512, "ppppppppiiiii", among=lambda macros: not macros["ACTIVATED"]),
     },
     builds=_builds,
-    constants=(("ROW_LANES", _ROW_LANES),),
+    constants=(("ROW_LANES", _ROW_LANES), ("EACH_LANES", _EACH_LANES)),
     oldest=(8, 0),
 )
 
@@ -98,6 +102,18 @@ def product(
     grid = -(-outputs // columns), tokens if version == 1 else 1
     tensors = (x, first_t, second_t, first_bias, second_bias, y)
     call.launch(kernel, grid, *tensors, tokens, inputs, outputs, rounded(threshold, x.dtype))
+    return y
+
+
+def products(call, x, weights: tuple, biases: tuple) -> Buffer:
+    """Add the products of x with up to three weights, whose results lie side by side -> [tokens, all outputs], in one
+    launch. x, weights, biases: as of the newest version of `product`; a bias may be None."""
+    (tokens, inputs), outputs = x.shape, [weight.shape[1] for weight in weights]
+    kernel = KEPT_INPUTS.kernel("kept_inputs_v3_each", _macros(x.dtype, tokens, False, None), early=True)
+    y = call.empty(tokens, sum(outputs), dtype=x.dtype)
+    blocks = sum(-(-n // (8 * _EACH_LANES)) for n in outputs)
+    parts = [part for given in (weights, biases) for part in (*given, None, None)[:TOGETHER]]
+    call.launch(kernel, (blocks, 1), x, *parts, y, tokens, inputs, *(*outputs, 0, 0)[:TOGETHER])
     return y
 
 
@@ -145,19 +161,43 @@ def operator(
     x, first, second=None, first_bias=None, second_bias=None, threshold: float = 0.0, kind: str | None = None
 ) -> Tensor:
     """Compute `product` of x [..., inputs] with weights [outputs, inputs], as layers have them: by the kernel on a GPU,
-    for 1 to MOST_TOKENS tokens of 16 bits and weights that are stored by columns, and by torch's operations otherwise.
+    for 1 to MOST_TOKENS tokens of 16 bits and aligned weights that are stored by columns, and by torch otherwise.
     Nothing is checked, and it has no gradient."""
     rows, turned = x.reshape(-1, x.shape[-1]).contiguous(), [w if w is None else w.t() for w in (first, second)]
-    fits = 1 <= len(rows) <= MOST_TOKENS and x.dtype.itemsize == 2
-    fits = fits and all(w is None or w.is_contiguous() for w in turned)
     given = rows, *turned, first_bias, second_bias
-    if x.is_cuda and fits and capability(x.device.index) >= KEPT_INPUTS.oldest:
-        y = run(product, *given, threshold=threshold, kind=kind)
-    else:
-        y = reference(*given, threshold=threshold, kind=kind)
-    return y.view(*x.shape[:-1], first.shape[0])
+    compute = partial(run, product) if _fits(x, first, second) else reference
+    return compute(*given, threshold=threshold, kind=kind).view(*x.shape[:-1], first.shape[0])
+
+
+def _fits(x: Tensor, *weights: Tensor | None) -> bool:
+    few = x.is_cuda and 1 <= x.shape[:-1].numel() <= MOST_TOKENS and x.dtype.itemsize == 2
+    stored = all(w is None or w.t().is_contiguous() and not (w.data_ptr() % 16 or len(w) % 8) for w in weights)
+    return few and stored and capability(x.device.index) >= KEPT_INPUTS.oldest
 
 
 @torch.library.register_fake("twell_lab::kept_inputs", lib=_library)
 def _(x, first, *_):
     return x.new_empty(*x.shape[:-1], first.shape[0])
+
+
+_library.define(
+    "kept_inputs_each(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor",
+    tags=(getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),),
+)
+
+
+@torch.library.impl(_library, "kept_inputs_each", "CompositeExplicitAutograd")
+@torch.no_grad()
+def _(x, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    """Compute `products` of x [..., inputs], for which `operator` says what it says of its own."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if _fits(x, *weights):
+        y = run(products, rows, tuple(w.t() for w in weights), tuple(biases))
+    else:
+        y = torch.cat([linear(rows, *each) for each in zip(weights, biases)], 1)
+    return y.view(*x.shape[:-1], -1)
+
+
+@torch.library.register_fake("twell_lab::kept_inputs_each", lib=_library)
+def _(x, weights, _):
+    return x.new_empty(*x.shape[:-1], sum(len(w) for w in weights))

@@ -5,6 +5,8 @@ order of adding gives exactly."""
 
 from functools import partial
 
+import torch
+
 from tests.ops.rows.drawn import BF16, FP16, Layer, named
 from tests.ops.table import Case
 from twell_lab.ops import decode, kept_inputs
@@ -83,6 +85,27 @@ def layer(tokens, d_model, d_ff, gated=True, dtype=BF16, kind="relu", hidden=2.2
     return Case(name, sources, draw, operation, reference, tolerance=kept_inputs.TOLERANCE, large=large)
 
 
+def products(tokens, inputs, outputs, dtype=BF16, spoilt=False):
+    """Of the same inputs; the second one has a bias."""
+    count = len(outputs)
+
+    def draw():
+        layer = Layer.draw(tokens, inputs, sum(outputs), dtype, biases=True)
+        x, weight, _, _, bias, *_ = layer.spoilt() if spoilt else layer
+        x[:, ::3] = 0
+        biases = [part.clone() if i == 1 else None for i, part in enumerate(bias.split(outputs))]
+        return x, *(part.t().contiguous() for part in weight.split(outputs)), *biases
+
+    def reference(x, *parts):
+        each = zip(parts[:count], parts[count:])
+        return torch.cat([kept_inputs.reference(x, w, None, bias, threshold=0.0) for w, bias in each], 1)
+
+    operation = lambda call, x, *parts: kept_inputs.products(call, x, parts[:count], parts[count:])  # noqa: E731
+    name = named("kept_inputs_v3_each:", dtype, tokens, inputs, *outputs, "spoilt" * spoilt)
+    large, sources = tokens * inputs * sum(outputs) > 10**6, (kept_inputs.KEPT_INPUTS,)
+    return Case(name, sources, draw, operation, reference, tolerance=kept_inputs.TOLERANCE, large=large)
+
+
 COUNTS = (1, 2, 8, 9, 16, 17, 32, 33, 64)
 CASES = [
     *(case(t, 768, 3072, dtype, version=v, gated=g, silent=1.5) for t in COUNTS for dtype in TYPES for v in (1, 2) for g in (True, False)),
@@ -101,6 +124,8 @@ CASES = [
     *(product(t, 264, 400, BF16, kind, kind is not None, version=2) for t in (1, 3) for kind in ("silu", None)),
     *(product(2, 264, 1000, threshold=threshold) for threshold in (0.0, 100.0)),
     *(product(2, 264, 1000, kind=kind, paired=False, spoilt=True) for kind in ("relu", None)),
+    *(products(t, *sizes, dtype) for t in (1, 2, 3) for sizes in ((264, (72, 8, 200)), (520, (64, 136)), (4096, (4096, 1024, 1024))) for dtype in TYPES),
+    products(2, 264, (72, 8, 200), spoilt=True),
     *(layer(t, 264, 400, g, dtype) for t in (1, 3) for g in (True, False) for dtype in TYPES),
     *(layer(t, 768, 3072, g, dtype) for t in (1, 2, 4) for g in (True, False) for dtype in TYPES),
     *(layer(t, 2048, 5632, g, kind="silu", hidden=0.0) for t in (1, 2) for g in (True, False)),
