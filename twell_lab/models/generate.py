@@ -250,6 +250,10 @@ def _why_plain(model: Any, asked: Any, processors: list[str], places: range, pre
         "it keeps no keys and values": not {"cache", "past_key_values"} & takes.keys(),
         # By how many keys there are, as GPT-Neo's.
         "its layers have masks of their own": any(mask.dim() == 4 for mask in masks),
+        # As a BERT's that is no decoder; other parts, such as one that sees pictures, have configurations of their own.
+        "its tokens attend to later ones": any(
+            not getattr(m, "is_causal", True) and getattr(m, "config", config) is config for m in parts
+        ),
         # As PEFT's prompt tuning.
         "another module prepares its inputs": getattr(prepares, "__self__", model) is not model,
         f"it has layers of {strange[:1]}": strange,

@@ -1,5 +1,5 @@
 """Small decoders of transformers with random weights: the sixteen families that `generate` was tried on, and two more
-whose layers look back through a window."""
+whose layers look back through a window, and one whose tokens see those behind them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,13 @@ FAMILIES = {
     "Qwen2 with windows": ("Qwen2Config", _WINDOW | dict(use_sliding_window=True, max_window_layers=1)),
     "Bloom": ("BloomConfig", _SIZES | dict(n_layer=3, n_head=4)),
     "Falcon with ALiBi": ("FalconConfig", _SIZES | dict(alibi=True)),
+    "BERT, no decoder": ("BertConfig", _SIZES | dict(intermediate_size=48)),
 }
-NO_POSITIONS = ("Bloom", "Falcon with ALiBi")  # which are never captured
+PLAIN = (
+    "Bloom",
+    "Falcon with ALiBi",
+    "BERT, no decoder",
+)  # never captured: no positions, or tokens that see later ones
 
 
 def build(name: str, **changes) -> nn.Module:

@@ -20,7 +20,16 @@ from twell_lab.models import generate as module
 from twell_lab.models.generate import Step
 
 IDS, MASK = decoders.prompts()
-FAMILIES = ("Llama", "GPT-2", "Mistral", "Gemma 3", "Mixtral", "OPT", "Bloom")  # all others are asked nightly
+FAMILIES = (
+    "Llama",
+    "GPT-2",
+    "Mistral",
+    "Gemma 3",
+    "Mixtral",
+    "OPT",
+    "Bloom",
+    "BERT, no decoder",
+)  # all others are asked nightly
 GRAPHS = ("Gemma 3", "Mixtral")  # masks of two kinds, and routing
 
 
@@ -46,7 +55,7 @@ def test_a_family_says_what_its_own_generate_says(loop, name):
             assert torch.equal(tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK), wanted)
         assert torch.equal(tl.generate(model, IDS[0], max_new_tokens=20), own(model, IDS[:1], None)[0])
     plain = [str(one.message) for one in said if "decodes step by step" in str(one.message)]
-    assert bool(plain) == (name in decoders.NO_POSITIONS), plain
+    assert bool(plain) == (name in decoders.PLAIN), plain
 
 
 def test_a_filled_up_piece_asks_for_no_position_that_a_model_lacks(loop):
