@@ -59,6 +59,15 @@ def in_half(layer):
         return copy.deepcopy(layer).bfloat16()(X.bfloat16()).float()
 
 
+def doubled(learns: bool, **how):
+    def call(layer):
+        layer = copy.deepcopy(layer).double()
+        with torch.set_grad_enabled(learns):
+            return torch.compile(layer, backend="eager", **how)(X.double())
+
+    return call
+
+
 def faked(layer):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -84,6 +93,10 @@ CALLS = {
     "autocast": torch.autocast("cpu", torch.bfloat16)(lambda layer: layer(X).float()),
     "inference tensors": torch.inference_mode()(lambda layer: copy.deepcopy(layer)(X.clone())),
     "half in inference mode": in_half,
+    "double": doubled(False, disable=True),
+    "double, learning": doubled(True, disable=True),
+    "double, compiled": doubled(False, fullgraph=True),
+    "double, compiled, learning": doubled(True, fullgraph=True),
     "fake tensors": faked,
     "meta": lambda layer: torch.zeros(tuple(copy.deepcopy(layer).to("meta")(X.to("meta")).shape)),
     "three dimensions": lambda layer: layer(X.view(2, 2, -1)),

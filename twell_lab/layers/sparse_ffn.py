@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..core import InputError, TwellError
-from ..formats import TILE, WORDS, check_geometry
+from ..formats import TILE, VALUE_DTYPES, WORDS, check_geometry
 from ..ops import checks, functional
 from ..ops.checks import plain_eager
 from . import storage
@@ -252,7 +252,7 @@ class SparseFFN(nn.Module, StandIn):
     def _is_usual(self, x: Tensor, weights: Weights) -> bool:
         """Return whether this is a plain call on such tensors: inference, or training, there also under autocast."""
         up, place, dtype = weights.up, x.get_device(), x.dtype
-        if x.layout is not _STRIDED or x.dim() == 0 or x.shape[-1] != up.shape[1]:
+        if dtype not in VALUE_DTYPES or x.layout is not _STRIDED or x.dim() == 0 or x.shape[-1] != up.shape[1]:
             return False
         if not (x.is_cuda or x.is_cpu) or up.device != x.device:
             return False
@@ -271,7 +271,7 @@ class SparseFFN(nn.Module, StandIn):
 
     def _traced(self, x: Tensor) -> Tensor:
         """Return what torch.compile sees: one operator, or torch's operations, which it fuses."""
-        if not self._is_plain() or self.drops:
+        if not self._is_plain() or self.drops or x.dtype not in VALUE_DTYPES:
             return self.dense(x)
         weights = self.weights()
         if self.told is not None or checks.needs_gradient(x, *weights):

@@ -120,7 +120,7 @@ def _check(model: Any, ids: Tensor, asked: dict) -> None:
     config = model.config if ours else model.config.get_text_config()
     vocabulary = config.vocabulary if ours else config.vocab_size
     longest = None if ours else getattr(config, "max_position_embeddings", None)
-    tokens, temperature, top_k, top_p, stop, tokenizer, seed, _, mask = asked.values()
+    tokens, temperature, top_k, top_p, stop, tokenizer, seed, streamer, mask = asked.values()
     what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
     if not what.startswith("torch.int64") or ids.dim() not in (1, 2) or not ids.numel():
         raise InputError(f"prompt is {what}; accepted: int64 [length] or [batch, length], at least one token")
@@ -133,11 +133,20 @@ def _check(model: Any, ids: Tensor, asked: dict) -> None:
         raise InputError(f"temperature is {temperature!r}; accepted: a finite number from 0 up")
     if top_p is not None and not (isinstance(top_p, (int, float)) and 0 < top_p <= 1):
         raise InputError(f"top_p is {top_p!r}; accepted: a number above 0 and up to 1")
-    if stop is not None and tokenizer is None:
-        raise InputError(f"stop is {stop!r:.80} without a tokenizer; accepted: with the model's")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape or not mask[..., -1].all()):
+    stops = stop if isinstance(stop, (list, tuple)) else [stop]
+    if stop is not None and not (stops and all(isinstance(text, str) and text for text in stops)):
+        raise InputError(f"stop is {stop!r:.80}; accepted: a text, or several, none of which is empty")
+    if stop is not None and not hasattr(tokenizer, "get_vocab"):
+        raise InputError(f"stop is {stop!r:.80} with the tokenizer {tokenizer!r:.80}; accepted: with the model's")
+    if streamer is not None and (isinstance(streamer, type) or not hasattr(streamer, "put")):
+        raise InputError(
+            f"streamer is {streamer!r:.80}; accepted: a streamer of transformers, such as TextStreamer(...)"
+        )
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         shapes = f"{list(getattr(mask, 'shape', [type(mask)]))}, for prompts of shape {list(ids.shape)}"
-        raise InputError(f"attention_mask is {shapes}; accepted: of their shape, with zeros on the left alone")
+        raise InputError(f"attention_mask is {shapes}; accepted: of their shape")
+    if mask is not None and not (mask[..., -1].all() and (mask[..., 1:] >= mask[..., :-1]).all()):
+        raise InputError("attention_mask has zeros behind ones; accepted: with zeros on the left alone")
     if ours and (stop is not None or mask is not None):
         raise InputError("stop or attention_mask is given with a LanguageModel; accepted: a model of transformers")
     if longest and ids.shape[-1] + tokens > longest:

@@ -6,6 +6,7 @@ caller waits for it (`time_calls`); `graphed` makes a call a CUDA graph. On a CP
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Hashable
@@ -284,6 +285,7 @@ def device_name(device: torch.device) -> str:
 
 def peak_bytes(call: Timed) -> int:
     """Return the most bytes that one call holds on the GPU beyond what was there before it."""
+    gc.collect()  # or what is freed within the call would count for it
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
