@@ -227,14 +227,14 @@ def table(rows: list[dict], columns: dict[str, str] | None = None) -> str:
     excess, common = lambda: sum(widths.values()) + 2 * (len(widths) - 1) - WIDTH, []
     for key in sorted(cells, key=lambda key: -widths[key]):
         if excess() > 0 and len(widths) > 1 and len(set(cells[key][1:])) == 1:
-            common.append(" ".join(cells[key][:2]))
+            common.append(": ".join(cells[key][:2]))
             del widths[key]
     if excess() > 0:
         widths = {key: max(map(len, [*cells[key][0].split(), *cells[key][1:]])) for key in widths}
     for key in sorted(widths.keys() - numeric, key=lambda key: -widths[key]):
         longest_word = max(map(len, " ".join(cells[key]).split()))
         widths[key] = max(longest_word, min(widths[key], widths[key] - excess()))
-    lines = [textwrap.fill(", ".join(common), WIDTH)] if common else []
+    lines = [textwrap.fill("; ".join(common), WIDTH)] if common else []
     for line in zip(*(cells[key] for key in widths), strict=True):
         wrapped = (textwrap.wrap(text, width) for text, width in zip(line, widths.values(), strict=True))
         for parts in zip_longest(*wrapped, fillvalue=""):

@@ -19,11 +19,11 @@ LIBRARY = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 
 BLOCKS = re.findall(r"^## ([^\n]+)\n\n```python\n(.*?)```", LIBRARY, re.S | re.M)
 SHORT = {
-    r"steps=\d+": "steps=3, eval_windows=8",
+    r"\bsteps=\d+": "steps=3, eval_windows=8",
     "max_new_tokens=[0-9]+": "max_new_tokens=5",
     "d_model=2048, d_ff=5632": "d_model=64, d_ff=256",
     r"tokens=\[512\]": "tokens=[8], seconds=0.05",
-    'TrainingArguments\\("build/relu"': r"\g<0>, max_steps=2, use_cpu=True, report_to=[]",
+    r"max_steps=\d+": "max_steps=2, use_cpu=True, report_to=[]",
 }
 TWELL = tl.Choice("twell")
 NUMBER = re.compile(r"\d[\d,.]*")

@@ -68,7 +68,7 @@ def install_command(extra: str) -> str:
 
 def _torch(facts: dict) -> tuple:
     if facts["torch"] is None:
-        return "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.6'"
+        return "missing", "torch is not installed, and everything needs it", "pip install 'torch>=2.7'"
     import torch  # if it is installed and does not load, or the operators do not, the finding shows the error
 
     from ..ops import functional  # noqa: F401

@@ -4,6 +4,8 @@ thresholds of TEAL (Liu et al., arXiv 2408.14690) on the inputs of an attention'
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -47,14 +49,15 @@ def stop_skipping(module: nn.Module) -> None:
 
 
 def join(graph: Graph) -> None:
-    """Have a compiled graph compute projections of one input, as queries, keys and values are, in one launch: in
-    launches of their own small ones take nearly as long as large ones."""
+    """Have a compiled graph compute projections of one input, as queries, keys and values are, in one launch, where
+    there is one token: a small one in a launch of its own takes nearly as long as a large one."""
     one, each = torch.ops.twell_lab.kept_inputs.default, torch.ops.twell_lab.kept_inputs_each.default
     found: dict[str, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=one):
         x, first, second, bias, _, threshold, kind = node.args
         given = all(part is None or part.op == "placeholder" for part in (first, bias))
-        if given and second is None and kind is None and not threshold:
+        alone = node.meta["val"].shape[:-1].numel() == 1  # of several tokens, parts of a result would not be contiguous
+        if given and alone and second is None and kind is None and not threshold:
             found.setdefault(_formula(x), []).append(node)
     for nodes in found.values():
         for i in range(0, len(nodes) - 1, kept_inputs.TOGETHER):
@@ -69,15 +72,16 @@ def join(graph: Graph) -> None:
                 graph.erase_node(node)
 
 
+@cache  # torch.compile compiles anew where an option is another object
 def joining() -> object:
-    """Return what torch.compile takes as post_grad_custom_pre_pass to `join`, with its cache."""
+    """Return `join` as torch.compile takes it for its option post_grad_custom_pre_pass."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # it takes most of a second
 
     class Join(CustomGraphPass):
         __call__ = staticmethod(join)
 
         def uuid(self) -> object:
-            return get_hash_for_files((__file__,))
+            return get_hash_for_files((__file__, kept_inputs.__file__))
 
     return Join()
 
@@ -89,7 +93,8 @@ def _added(graph: Graph, operator: torch._ops.OpOverload, *given) -> Node:
 
 
 def _formula(value: object, steps: int = 4) -> str:
-    """Return what a value of a graph is, as far as some steps back: each projection has its threshold by itself."""
+    """Describe how a value of a graph is computed, some steps back. Two with one description are equal: each projection
+    cuts their common input by itself."""
     made = steps and isinstance(value, Node) and value.op == "call_function"
     if not made or torch.Tag.nondeterministic_seeded in getattr(value.target, "tags", ()):
         return repr(value)

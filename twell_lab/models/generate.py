@@ -42,7 +42,8 @@ _BROKEN = "the model's scores are not numbers; accepted: a model whose weights a
 _LENGTH, _END = "MaxLengthCriteria", "EosTokenCriteria"  # what the loop stops for by itself
 _SEEDS = 2**63
 _LEAST = 1e-6  # of temperatures: below it the most likely token is drawn anyway, and float32 holds no quotients
-_SETTINGS = ("training", "threshold", "_disable_adapters", "_active_adapter", "scaling")  # what a step is made for
+# What a step is made for.
+_SETTINGS = ("training", "threshold", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 # What transformers prepares for a forward and the loop makes by itself.
 _PREPARED = {"attention_mask", "position_ids", "use_cache", "past_key_values", "cache", "cache_position"}
 _PREPARED |= {"logits_to_keep"}
@@ -149,7 +150,7 @@ def _check(model: Any, ids: Tensor, asked: dict) -> None:
         raise InputError("attention_mask has zeros behind ones; accepted: with zeros on the left alone")
     if ours and (stop is not None or mask is not None):
         raise InputError("stop or attention_mask is given with a LanguageModel; accepted: a model of transformers")
-    if longest and ids.shape[-1] + tokens > longest:
+    if 0 < (longest or 0) < ids.shape[-1] + tokens:  # -1 is no bound
         asked = f"max_new_tokens is {tokens} after a prompt of {ids.shape[-1]}"
         raise InputError(f"{asked}; the model reads up to {longest} together")
 
@@ -257,6 +258,7 @@ def _why_plain(model: Any, asked: Any, processors: list[str], places: range, pre
         "it has an encoder": getattr(model.config, "is_encoder_decoder", False),
         "it takes no positions of tokens": "position_ids" not in takes or getattr(config, "alibi", False),
         "it keeps no keys and values": not {"cache", "past_key_values"} & takes.keys(),
+        "its layers look at images": getattr(config, "cross_attention_layers", None),
         # By how many keys there are, as GPT-Neo's.
         "its layers have masks of their own": any(mask.dim() == 4 for mask in masks),
         # As a BERT's that is no decoder; other parts, such as one that sees pictures, have configurations of their own.
@@ -308,7 +310,8 @@ def _loop(
     text = pad(ids, (0, tokens), value=filler)
     room = -(-text.shape[1] // _ROUNDED) * _ROUNDED
     # Tensors made in inference mode stay such, and autocast decides of what type keys and values are.
-    mode = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(ids.device.type)
+    cast = torch.is_autocast_enabled(ids.device.type) and torch.get_autocast_dtype(ids.device.type)
+    mode = torch.is_inference_mode_enabled(), cast
     form = (batch, room, (draw[0] > 0, draw[1] > 0 or draw[2] < 1), ends, filler, (_state(model), *mode))
     step = _steps.pop(model, None)  # while it is in use, another thread makes its own
     # Another form's goes before the next one is made, since its memory is needed.
@@ -370,7 +373,7 @@ def _state(model: nn.Module) -> int:
         parts += id(m), *own["_forward_hooks"], *own["_forward_pre_hooks"], *own.get("choices", ())
         parts += [str(own[name]) for name in _SETTINGS if name in own]
         tensors = (t for t in (*own["_parameters"].values(), *own["_buffers"].values()) if t is not None)
-        parts += [(t.data_ptr(), t.dtype, t.stride()) for t in tensors]
+        parts += [(t.data_ptr() or id(t), t.dtype, t.stride()) for t in tensors]
     return hash(tuple(parts))
 
 

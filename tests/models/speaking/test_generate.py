@@ -106,7 +106,8 @@ def test_what_is_kept_for_a_model_goes_at_once(loop):
 def test_calls_in_inference_mode_and_under_autocast_follow_others(loop):
     model = decoders.build("Llama")
     wanted = own(model)
-    for mode in (torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad):
+    cast = [partial(torch.autocast, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16)]
+    for mode in (torch.inference_mode, torch.no_grad, *cast, torch.no_grad):
         with mode():
             said = tl.generate(model, IDS, max_new_tokens=20, attention_mask=MASK)
     assert torch.equal(said, wanted)
