@@ -25,6 +25,8 @@ def check(name: str, answer: object) -> None:
     (`progress`). From the second refusal on, a line names the hints. KeyError for an unknown name."""
     _must_exist(name)
     try:
+        if str(answer).endswith(".cu") and not Path(answer).is_file():
+            raise NotYet(f"there is no file {answer} in {Path.cwd()}; the cell that writes it comes first")
         said = CHECKS[name](answer)
     except NotYet as reason:
         print(f"Not yet: {reason}")
