@@ -20,14 +20,8 @@ def small(monkeypatch):
 
 def row(method, tokens, share, x_dense, **more):
     exact = method not in (methods.EXPERTS, methods.PREDICTED)
-    return {
-        "method": method,
-        "tokens": tokens,
-        "share": share,
-        "x_dense": x_dense,
-        "exact": exact,
-        "where": WHERE,
-    } | more
+    said = {"method": method, "tokens": tokens, "share": share, "x_dense": x_dense}
+    return said | {"exact": exact, "where": WHERE} | more
 
 
 MAP = [
