@@ -145,9 +145,7 @@ def check(case: Case, device: str, **watched) -> None:
         wanted = _listed(case.reads(case.reference(*arguments)))
         assert len(wanted) == len(results)
         for found, right in zip(results, wanted):
-            torch.testing.assert_close(
-                found, right, rtol=0, atol=0, equal_nan=True
-            )  # which says what differs, and where
+            torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)  # which says what differs
         return
     wide = moved(arguments, lambda t: t.double() if t.is_floating_point() else t)
     exact = _listed(case.reads(case.reference(*wide)))
