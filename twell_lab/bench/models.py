@@ -134,9 +134,8 @@ def model(
                     break
                 finally:
                     torch.cuda.empty_cache()
-    notes: dict[str, object] = {"left_out": bench.left_out} if bench.left_out else {}
-    if bench.no_energy:
-        notes["energy"] = bench.no_energy
+    notes = {"left_out": bench.left_out, "energy": bench.no_energy}
+    notes = {name: said for name, said in notes.items() if said}
     return Record.new(RECORD, "a whole model, dense beside sparse", table, notes)
 
 
@@ -396,8 +395,7 @@ def _checked(model, asked: SimpleNamespace) -> Causal:
     kinds = {(weight.dtype, weight.device) for weight in model.parameters()}
     names = ", ".join(sorted(f"{of} on {place}" for of, place in kinds)) or "no kind"
     fits = all(of in VALUE_DTYPES and place.type != "meta" for of, place in kinds)
-    one = fits and len({place for _, place in kinds}) == 1
-    need(one, f"{kind} has parameters of {names}", f"{VALUE_DTYPES}, all on one device")
+    need(fits and len({place for _, place in kinds}) == 1, f"{kind} has parameters of {names}", f"{VALUE_DTYPES}, all on one device")
     causal = Causal(model)
     feed_forwards(model)
     raise_all([f"{name}: {reason}" for name, reason in survey(model)[1].items()])
