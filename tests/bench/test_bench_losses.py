@@ -39,10 +39,8 @@ def test_a_row_says_what_was_pruned_and_what_it_cost(rows, trained):
     dense = rows["dense"]
     assert dense["sparsity"] == 0 and dense["bits_before"] != dense["bits_after"]
     for name, row in rows.items():
-        assert (
-            row["kind"] == "pruning" and row["ms"] > 0 and len(row["samples"]) == row["steps"] == 9 and row["seed"] == 0
-        )
-        assert 0 < row["bits_after"] < 9
+        assert row["kind"] == "pruning" and row["ms"] > 0 and row["seed"] == 0 and 0 < row["bits_after"] < 9
+        assert len(row["samples"]) == row["steps"] == 9
         if "%" in name:
             assert row["sparsity"] == pytest.approx(WAYS[name].sparsity, abs=0.11)  # blocks are few here
             assert row["bits_before"] != dense["bits_before"]

@@ -134,7 +134,7 @@ def run_twice(case: Case, device: str, **watched) -> tuple[tuple, list[Tensor]]:
             result = run(case.operation, *given)
         results.append(_listed(case.reads(moved(result, lambda t: t.cpu()))))
     for first, second in zip(*results):
-        assert first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)), "two runs differ"
+        assert first.dtype == second.dtype and torch.equal(bits(first), bits(second)), "two runs differ"
     return arguments, results[0]
 
 
@@ -166,7 +166,7 @@ def _listed(result) -> list[Tensor]:
     return [part for part in parts if part is not None]
 
 
-def _bits(t: Tensor) -> Tensor:
+def bits(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.uint8) if t.dim() else t.reshape(1).view(torch.uint8)
 
 
