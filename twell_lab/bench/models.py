@@ -395,7 +395,8 @@ def _checked(model, asked: SimpleNamespace) -> Causal:
     kinds = {(weight.dtype, weight.device) for weight in model.parameters()}
     names = ", ".join(sorted(f"{of} on {place}" for of, place in kinds)) or "no kind"
     fits = all(of in VALUE_DTYPES and place.type != "meta" for of, place in kinds)
-    need(fits and len({place for _, place in kinds}) == 1, f"{kind} has parameters of {names}", f"{VALUE_DTYPES}, all on one device")
+    one = fits and len({place for _, place in kinds}) == 1
+    need(one, f"{kind} has parameters of {names}", f"{VALUE_DTYPES}, all on one device")
     causal = Causal(model)
     feed_forwards(model)
     raise_all([f"{name}: {reason}" for name, reason in survey(model)[1].items()])
