@@ -120,6 +120,10 @@ def test_a_plan_goes_through_a_file(plan, tmp_path):
         plan.save(tmp_path / "plan.json" / "below")
     with pytest.raises(RecordError, match="finite numbers are accepted"):
         replace(plan, rates={"l2": math.nan}).save(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text("{")
+    for name in ("plan.json", "missing.json"):
+        with pytest.raises(RecordError, match="cannot be read"):
+            Plan.load(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +147,3 @@ def test_a_broken_file_is_refused(plan, tmp_path, where, value, named):
     path.write_text(json.dumps(content))
     with pytest.raises(RecordError, match=f"plan.json.*{named}"):
         Plan.load(path)
-
-
-def test_a_file_that_is_none(tmp_path):
-    (tmp_path / "plan.json").write_text("{")
-    for name in ("plan.json", "missing.json"):
-        with pytest.raises(RecordError, match="cannot be read"):
-            Plan.load(tmp_path / name)

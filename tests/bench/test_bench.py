@@ -56,13 +56,8 @@ def test_the_workload_fires_as_it_says(kind, dtype):
 
 
 def test_a_workload_is_its_seed():
-    one, other, third = (clocks.workload(3, 16, 20, 2, "lognormal", torch.float32, "cpu", seed=s) for s in (0, 0, 1))
-    for a, b, c in zip(
-        [*one[0].parameters(), *one[1]],
-        [*other[0].parameters(), *other[1]],
-        [*third[0].parameters(), *third[1]],
-        strict=True,
-    ):
+    drawn = (clocks.workload(3, 16, 20, 2, "lognormal", torch.float32, "cpu", seed=seed) for seed in (0, 0, 1))
+    for a, b, c in zip(*([*layer.parameters(), *inputs] for layer, inputs in drawn), strict=True):
         assert torch.equal(a, b) and not torch.equal(a, c)
 
 

@@ -103,9 +103,8 @@ def test_formats_of_torch_have_a_row_at_every_density_and_zeros_beside_random_va
     monkeypatch.setattr(comparison, "SIZES", {"cpu": (12, 40, 16), "cuda": (12, 40, 16)})
     monkeypatch.setattr(comparison, "DENSITIES", [0.1, 0.5])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        comparison.rows, "clocked", lambda calls, *_, **__: ({name: [1.0, 2.0, 3.0] for name in calls}, {})
-    )
+    clocked = lambda calls, *_, **__: ({name: [1.0, 2.0, 3.0] for name in calls}, {})  # noqa: E731
+    monkeypatch.setattr(comparison.rows, "clocked", clocked)
     made = [row for steps in comparison.density_sections().values() for step in steps for row in step()]
     Record.new("density", "a test", made)
     assert {(row["path"], row["nnz"]) for row in made if row["kind"] == DENSITY} == {

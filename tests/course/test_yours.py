@@ -20,10 +20,8 @@ def folder(tmp_path, monkeypatch):
 
 def test_the_model_is_the_saved_one_or_a_stand_in():
     stand_in, said = yours.model()
-    assert (
-        said
-        == "Notebook 04 has saved no model of yours here; the model small stands in: d_model 128, d_ff 512, layers 4."
-    )
+    stands_in = "the model small stands in: d_model 128, d_ff 512, layers 4."
+    assert said == f"Notebook 04 has saved no model of yours here; {stands_in}"
     own = LanguageModel(ModelConfig(d_model=32, layers=1, heads=2, d_ff=64, context=16))
     own.save(yours.MODEL)
     back, said = yours.model()

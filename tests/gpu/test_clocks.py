@@ -36,16 +36,8 @@ def test_a_launched_product_is_not_waited_for(case):
 def test_the_verdict_finds_the_faults_of_each_step(case):
     weight, x = case
     stored, left = CSR.from_dense(weight), weight.float().cpu()
-
-    def exact(x):
-        return linear(x, weight.double())
-
-    def dense(x):
-        return linear(x, weight)
-
-    def left_behind(x):
-        return linear(x.float().cpu(), left)
-
+    exact, dense = (lambda x: linear(x, weight.double())), (lambda x: linear(x, weight))
+    left_behind = lambda x: linear(x.float().cpu(), left)  # noqa: E731
     plain = torch.nn.Linear(4096, 4096, bias=False, device="cuda")
     plain.weight = torch.nn.Parameter(weight, requires_grad=False)
     sparse = SparseLinear.from_linear(plain, product="csr")

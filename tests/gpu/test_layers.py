@@ -11,6 +11,7 @@ from torch import nn
 
 import twell_lab as tl
 from tests.ops.rows.drawn import Layer
+from tests.ops.table import bits
 from twell_lab.core import InputError
 from twell_lab.layers.choice import Candidate, Choice, LayerPlan
 from twell_lab.layers.lossy import ThresholdedActivation
@@ -35,10 +36,6 @@ def without_gradients():
     torch._dynamo.reset()
     with torch.no_grad():
         yield
-
-
-def bits(t):
-    return t.view(torch.int16 if t.element_size() == 2 else torch.int32)
 
 
 def swapped(made, choice) -> SparseFFN:
@@ -306,10 +303,8 @@ def test_in_the_graphs_that_torch_captures(choice):
 @each_path
 def test_inference_mode_deterministic_algorithms_and_autocast(choice):
     made = tensors(2100, 256, 1024)
-    sparse, call = (
-        swapped(made, choice),
-        lambda made: tl.ffn(made[0], made[2], made[3], made[1], path=choice.path, hot=choice.hot),
-    )
+    sparse = swapped(made, choice)
+    call = lambda made: tl.ffn(made[0], made[2], made[3], made[1], path=choice.path, hot=choice.hot)
     expected = call(made)
     single = [None if t is None else t.float() for t in made]
     with torch.inference_mode():

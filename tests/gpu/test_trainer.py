@@ -89,21 +89,13 @@ def test_a_gradient_that_is_no_number_is_found_at_the_next_row(tiny, monkeypatch
     assert len(calls) == 8
 
 
-@pytest.mark.parametrize(
-    "changes, rel",
-    [
-        (dict(compile=True), FLOAT32),
-        (dict(accumulate=4), FLOAT32),
-        (dict(kernels="sparse"), FLOAT32),
-        (dict(dtype="bfloat16"), BFLOAT16),
-        (dict(dtype="bfloat16", compile=True), BFLOAT16),
-        (dict(dtype="bfloat16", kernels="sparse"), BFLOAT16),
-        (dict(dtype="bfloat16", kernels="auto"), BFLOAT16),
-        (dict(dtype="bfloat16", kernels="sparse", compile=True), BFLOAT16),
-        (dict(dtype="bfloat16", kernels="auto", compile=True), BFLOAT16),
-    ],
-    ids=str,
-)
+LOW = [{}, dict(compile=True)]
+LOW += [dict(kernels=kernels, compile=compiled) for kernels in ("sparse", "auto") for compiled in (False, True)]
+WAYS = [(way, FLOAT32) for way in (dict(compile=True), dict(accumulate=4), dict(kernels="sparse"))]
+WAYS += [(dict(dtype="bfloat16", **way), BFLOAT16) for way in LOW]
+
+
+@pytest.mark.parametrize("changes, rel", WAYS, ids=str)
 def test_every_way_to_compute_a_step(tiny, plain, changes, rel):
     result = train(tiny(**changes), progress=False)
     close(result.history, plain.history, rel)

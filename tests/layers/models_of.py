@@ -9,56 +9,19 @@ from torch import nn
 from twell_lab.layers.sparse_ffn import SparseFFN
 
 VOCABULARY = 64
-LLAMA = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=16,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=32,
-    hidden_act="relu",
-)
-GPT2 = dict(
-    vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, n_inner=40, activation_function="relu"
-)
-BERT = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=16,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=32,
-    hidden_act="relu",
-)
+BERT = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2)
+BERT |= dict(max_position_embeddings=32, hidden_act="relu")
+LLAMA = BERT | dict(num_key_value_heads=2, head_dim=8)
+GPT2 = dict(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, n_inner=40)
+GPT2["activation_function"] = "relu"
 BLOOM = dict(vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=2)
 T5 = dict(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=40, num_layers=2, num_heads=2, decoder_start_token_id=0)
 IMAGE = dict(image_size=8, patch_size=4, num_channels=1)
-WAVES = dict(
-    conv_dim=(8, 8),
-    conv_stride=(4, 4),
-    conv_kernel=(4, 4),
-    num_feat_extract_layers=2,
-    activation_dropout=0.0,
-    num_conv_pos_embeddings=4,
-    num_conv_pos_embedding_groups=2,
-    mask_time_prob=0.0,
-    layerdrop=0.0,
-)
+WAVES = dict(conv_dim=(8, 8), conv_stride=(4, 4), conv_kernel=(4, 4), num_feat_extract_layers=2, layerdrop=0.0)
+WAVES |= dict(activation_dropout=0.0, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0)
 EXPERTS = LLAMA | dict(moe_intermediate_size=24, num_experts_per_tok=2)
-LATENT = dict(
-    n_routed_experts=4,
-    n_group=1,
-    topk_group=1,
-    first_k_dense_replace=1,
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=8,
-    v_head_dim=8,
-)
-DEEPSEEK = EXPERTS | LATENT
+DEEPSEEK = EXPERTS | dict(n_routed_experts=4) | dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1)
+DEEPSEEK |= dict.fromkeys("q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim".split(), 8)
 
 # The class of the model, and its configuration.
 MODELS = {

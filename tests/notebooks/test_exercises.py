@@ -1,8 +1,6 @@
 """The exercises: every folded answer passes its check, what is handed out does not, and wrong answers are told."""
 
 import itertools
-import json
-import re
 import statistics
 from pathlib import Path
 
@@ -10,36 +8,11 @@ import pytest
 import torch
 
 import twell_lab
+from tests.course.handed_out import handed_out
 from twell_lab import simulator
 from twell_lab.course import exercises, packing, puzzles
 from twell_lab.course.capstone.cases import STEPS
 from twell_lab.course.checks.speed import without_multiplying
-
-FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-CALL = re.compile(r'exercises\.check\("(\w+)", (?:(\w+)|"([\w./-]+\.cu)")\)')
-ANSWER = re.compile(r"<details>.*?```(?:python|cuda)\n(.*?)```.*?</details>", re.DOTALL)
-WRITEFILE = "%%writefile "
-
-
-def handed_out(kernels: bool = False) -> dict[str, tuple[str, str, str]]:
-    """name -> (what is handed out, the folded answer right after it, the function's name or the kernel file's path).
-
-    kernels: only the exercises whose answer is a kernel file, which the cell before the check writes; else the others.
-    """
-    found = {}
-    for path in sorted(FOLDER.glob("*.ipynb")):
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        texts = ["".join(cell["source"]) for cell in cells]
-        for i, (cell, text) in enumerate(zip(cells, texts, strict=True)):
-            call = CALL.search(text) if cell["cell_type"] == "code" else None
-            if call and bool(call[3]) == kernels:
-                answer = ANSWER.search(texts[i + 1])
-                assert answer, f"{path.name}: no folded answer right after the exercise {call[1]}"
-                if kernels:
-                    first, _, text = texts[i - 1].partition("\n")
-                    assert first == WRITEFILE + call[3], f"{path.name}: the cell before the check writes no {call[3]}"
-                found[call[1]] = text, answer[1], call[2] or call[3]
-    return found
 
 
 def verdict(capsys) -> str:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 
-def first(x, gate, up, down, gate_bias, up_bias, down_bias) -> Tensor:
+def first(x, gate=None, up=None, down=None, gate_bias=None, up_bias=None, down_bias=None) -> Tensor:
     """Return what decides which neurons fire: the gate, or up in a plain layer."""
     return linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
 

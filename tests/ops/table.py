@@ -134,7 +134,7 @@ def run_twice(case: Case, device: str, **watched) -> tuple[tuple, list[Tensor]]:
             result = run(case.operation, *given)
         results.append(_listed(case.reads(moved(result, lambda t: t.cpu()))))
     for first, second in zip(*results):
-        assert first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)), "two runs differ"
+        assert first.dtype == second.dtype and torch.equal(bits(first), bits(second)), "two runs differ"
     return arguments, results[0]
 
 
@@ -145,9 +145,7 @@ def check(case: Case, device: str, **watched) -> None:
         wanted = _listed(case.reads(case.reference(*arguments)))
         assert len(wanted) == len(results)
         for found, right in zip(results, wanted):
-            torch.testing.assert_close(
-                found, right, rtol=0, atol=0, equal_nan=True
-            )  # which says what differs, and where
+            torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)  # which says what differs
         return
     wide = moved(arguments, lambda t: t.double() if t.is_floating_point() else t)
     exact = _listed(case.reads(case.reference(*wide)))
@@ -168,7 +166,7 @@ def _listed(result) -> list[Tensor]:
     return [part for part in parts if part is not None]
 
 
-def _bits(t: Tensor) -> Tensor:
+def bits(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.uint8) if t.dim() else t.reshape(1).view(torch.uint8)
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.functional import linear
 
 import twell_lab as tl
+from tests.ops.dense import first, step
 from twell_lab import simulator
 from twell_lab.core import InputError
 from twell_lab.formats import TwELL
@@ -35,14 +36,10 @@ def ffn(layer: dict, **how) -> torch.Tensor:
     return tl.ffn(**layer, **how)
 
 
-def first(x, up, down, gate=None, gate_bias=None, up_bias=None, down_bias=None):
-    return linear(x, up, up_bias) if gate is None else linear(x, gate, gate_bias)
-
-
-def dense(x, up, down, gate=None, gate_bias=None, up_bias=None, down_bias=None):
+def dense(**layer):
     """The layer by torch's operations."""
-    hidden = torch.relu(first(x, up, down, gate, gate_bias, up_bias))
-    return linear(hidden if gate is None else hidden * linear(x, up, up_bias), down, down_bias)
+    names = ("x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+    return step(*map(layer.get, names))[0]
 
 
 def check(y: torch.Tensor, layer: dict, given: torch.Tensor | None = None) -> None:

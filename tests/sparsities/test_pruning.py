@@ -154,10 +154,8 @@ def test_a_model_is_pruned_updated_and_put_back():
 
 
 def test_a_model_that_cannot_be_pruned_is_left_as_it_was():
-    tied, broken = (
-        nn.ModuleDict(dict(embedding=nn.Embedding(5, 4), head=nn.Linear(4, 5), other=nn.Linear(4, 4))),
-        stack(),
-    )
+    tied = nn.ModuleDict(dict(embedding=nn.Embedding(5, 4), head=nn.Linear(4, 5), other=nn.Linear(4, 4)))
+    broken = stack()
     tied.head.weight, broken[2].weight.data[0, 0] = tied.embedding.weight, float("nan")
     for model, how, words in (
         (tied, dict(sparsity=0.5), r"head \(Linear\): its weight is another module's"),

@@ -111,11 +111,8 @@ def test_what_is_no_size_of_blocks(function):
 def test_models_that_do_not_fit():
     made = lambda d_ff: LanguageModel(ModelConfig(50, 16, 2, 2, d_ff, 24)).eval()  # noqa: E731
     model, tokens = made(40), torch.arange(144).view(6, 24) % 50
-    found, core, broken = (
-        predict(model, [tokens], steps=1, rank=1),
-        core_neurons(model, tokens[:1]),
-        copy.deepcopy(model),
-    )
+    found, core = predict(model, [tokens], steps=1, rank=1), core_neurons(model, tokens[:1])
+    broken = copy.deepcopy(model)
     nn.init.constant_(broken.embedding.weight, math.inf)
     tuned, merged = test_adapters.shira(test_adapters.tiny()), test_adapters.shira(test_adapters.tiny())
     merged.merge_adapter()

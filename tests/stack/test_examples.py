@@ -79,9 +79,7 @@ def test_the_commands_for_a_model_of_ones_own_run(own_model, capsys):
     short |= {"bench": "--tokens 8 --batches 1 --seconds 0.05"}
     for line in lines.splitlines():
         _, *arguments = shlex.split(line)
-        assert (
-            cli.main([*arguments, *shlex.split(short[arguments[0]]), *(["--device", "cpu"] * ("profile" not in line))])
-            == 0
-        )
+        arguments += [*shlex.split(short[arguments[0]]), *(["--device", "cpu"] * ("profile" not in line))]
+        assert cli.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "tokens a second" in shown and "bench: " in shown

@@ -52,21 +52,11 @@ class Checkout:
         """Run make; its exit status. `output` holds what it printed, `asked` what it asked of Python."""
         self.calls.write_text("")
         # Under `make test` the outer make's variables must not reach this one.
-        inherited = {
-            k: v
-            for k, v in os.environ.items()
-            if not k.startswith(("MAKE", "MFLAGS")) and k not in ("STACK", "PYTHON", "PYTEST_ARGS", "TOUR_ARGS")
-        }
-        path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(
-            ["make", *arguments],
-            cwd=self.folder,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=300,
-            env={**inherited, "PATH": path, "CALLS": str(self.calls), **environment},
-        )
+        outer = ("STACK", "PYTHON", "PYTEST_ARGS", "TOUR_ARGS")
+        found = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS")) and k not in outer}
+        found |= {"PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", "CALLS": str(self.calls), **environment}
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(["make", *arguments], cwd=self.folder, timeout=300, env=found, **pipes)
         self.output = done.stdout
         return done.returncode
 

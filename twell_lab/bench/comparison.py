@@ -173,20 +173,12 @@ def off(c: Tensor, a: Tensor, b: Tensor, dense: Tensor) -> float:
 
 @torch.no_grad()
 def beside(
-    a: Tensor,
-    bs: list[Tensor],
-    methods: Sequence[Method],
-    kind: str,
-    workload: str,
-    seconds: float,
-    *,
-    conversions: bool = True,
+    a: Tensor, bs: list[Tensor], methods: Sequence[Method], kind: str, workload: str, seconds: float
 ) -> list[dict]:
     """Return a row for the dense product A [m, k] times each B [k, n] in turn and one for each method that gives the
-    same here; with `conversions` also one for what each does for new zeros, "part: NAME, conversion". The dense row has
+    same here; of KIND also one for what each does for new zeros, "part: NAME, conversion". The dense row has
     `left_out`, {name: why}: methods that this device does not have, and those whose result was wrong."""
-    turned = [b.t().contiguous() for b in bs]
-    dense = a @ bs[0]
+    turned, dense, left_out = [b.t().contiguous() for b in bs], a @ bs[0], dict[str, str]()
 
     def entry(method: Method) -> rows.Entry:
         given = turned if method.turned else bs
@@ -195,16 +187,14 @@ def beside(
         ratio = rows.hold("a row", off(c.t() if method.turned else c, a, bs[0], dense), WRONG)
         return rows.over(call, given), {"error_over_allowed": ratio}
 
-    left_out: dict[str, str] = {}
     calls, facts = rows.admit({method.name: partial(entry, method) for method in methods}, left_out)
-    calls = {DENSE: rows.over(partial(torch.matmul, a), bs), **calls}
-    facts[DENSE] = {"left_out": left_out}
     nonzero = int((a != 0).sum())
     shared = rows.of_layer(kind, dense, a.shape[1], workload)
     shared |= {"nnz": round(nonzero / len(a), 2), "density": nonzero / a.numel()}
-    made = rows.measured(shared, calls, facts, seconds)
+    plain, facts = rows.over(partial(torch.matmul, a), bs), facts | {DENSE: {"left_out": left_out}}
+    made = rows.measured(shared, {DENSE: plain, **calls}, facts, seconds)
     parts = {f"part: {way.name}, conversion": rows.over(way.convert, [a]) for way in methods if way.name in calls}
-    return made + (rows.measured(shared, parts, None, seconds, base=None, rounds=10) if parts and conversions else [])
+    return made + (rows.measured(shared, parts, None, seconds, base=None, rounds=10) if parts and kind == KIND else [])
 
 
 @dataclass(frozen=True)
@@ -249,7 +239,7 @@ def against_density(
     table = []
     for density in densities:
         a = scattered(rows, columns, max(1, round(density * columns)), dtype=dtype, device=device)
-        table += beside(a, [b], FORMATS, DENSITY, SCATTERED, seconds, conversions=False)
+        table += beside(a, [b], FORMATS, DENSITY, SCATTERED, seconds)
     return [row | {"path": "dense" if row["path"] == DENSE else row["path"]} for row in table]
 
 

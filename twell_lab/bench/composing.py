@@ -16,7 +16,7 @@ from ..layers.choice import Choice
 from ..ops import accuracy, clock
 from ..sparsities import microtiles, two_four
 from ..sparsities.int8 import int8_linear
-from ..sparsities.padding import add_padding, remove_padding
+from ..sparsities.padding import add_padding
 from ..sparsities.quantised import Rows, output_error, quantise, round_tokens
 from . import methods, rows
 from .comparison import CHECKED, WRONG
@@ -110,9 +110,7 @@ def padded_rows(firing: float, sizes: methods.Sizes = OPT) -> list[dict]:
     rates, tokens = clock.firing_rates(sizes.d_ff, firing * sizes.d_ff), sizes.tokens[-1]
     how = {"shrink": (firing * sizes.d_ff) ** 0.5, "gated": False}
     layer, inputs = clock.drawn(rates, tokens, sizes.d_model, sizes.dtype, sizes.device, **how)
-    real, down_t = methods.real_tokens(REAL, sizes), layer.down_proj.weight.t().contiguous()
-    xs = [x.view(*real.shape, -1) for x in inputs]
-    padding = remove_padding(xs[0], real)[1]
+    (real, xs, padding), down_t = methods.padded(inputs, REAL, sizes), layer.down_proj.weight.t().contiguous()
 
     def tiled(x: Tensor) -> Tensor:
         tiles = microtiles.find_microtiles(F.relu(layer.up_proj(x)).flatten(0, -2))

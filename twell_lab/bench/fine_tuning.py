@@ -44,21 +44,13 @@ def fit(model: torch.nn.Module, windows: Tensor, batch: int, steps: int, rate: f
     """Train a model of transformers by its Trainer on windows, token ids [n, context]; return what the Trainer logs."""
     from transformers import Trainer, TrainingArguments
 
+    tenth = max(1, steps // 10)
+    how = {"max_steps": steps, "per_device_train_batch_size": batch, "learning_rate": rate, "warmup_steps": tenth}
+    how |= {"logging_steps": tenth, "lr_scheduler_type": "cosine", "bf16": torch.cuda.is_available()}
+    how |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            max_steps=steps,
-            per_device_train_batch_size=batch,
-            learning_rate=rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=max(1, steps // 10),
-            bf16=torch.cuda.is_available(),
-            logging_steps=max(1, steps // 10),
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
         texts = [{"input_ids": window, "labels": window} for window in windows]
+        arguments = TrainingArguments(folder, **how)
         trainer = Trainer(model.train().requires_grad_(True), arguments, train_dataset=texts, callbacks=[*callbacks])
         trainer.train()
     model.eval().requires_grad_(False)

@@ -24,7 +24,7 @@ from ..ops import clock
 from ..ops.reference import GatedFeedForward
 from ..sparsities import microtiles
 from ..sparsities.experts import WAYS, ExpertsLayer
-from ..sparsities.padding import add_padding, remove_padding
+from ..sparsities.padding import Padding, add_padding, remove_padding
 from ..sparsities.predictors import LowRank, PredictedFFN
 from ..sparsities.quantised import output_error
 from . import comparison, rows
@@ -133,11 +133,14 @@ def map_rows(share: float, sizes: Sizes = Sizes()) -> list[dict]:
 # ---- padding ----
 
 
-def real_tokens(share: float, sizes: Sizes) -> Tensor:
-    """Return which tokens of a batch are no padding, this share of them all: bool [sequences, length]."""
+def padded(inputs: list[Tensor], share: float, sizes: Sizes) -> tuple[Tensor, list[Tensor], Padding]:
+    """Return which tokens of a batch are no padding, this share of them all: bool [sequences, length]; the inputs as
+    such batches; and the padding."""
     lengths = torch.linspace(2 * share - 1 if share > 0.5 else 0, min(1, 2 * share), sizes.sequences)
     length = sizes.tokens[-1] // sizes.sequences
-    return (torch.arange(length) < (lengths[:, None] * length).round()).to(sizes.device)
+    real = (torch.arange(length) < (lengths[:, None] * length).round()).to(sizes.device)
+    xs = [x.view(*real.shape, -1) for x in inputs]
+    return real, xs, remove_padding(xs[0], real)[1]
 
 
 @torch.no_grad()
@@ -148,9 +151,7 @@ def padding_rows(share: float, layers: int, sizes: Sizes = Sizes()) -> list[dict
     tokens, device = sizes.tokens[-1], sizes.device
     layer, inputs = clock.workload(tokens, sizes.d_model, sizes.d_ff, 29, "lognormal", sizes.dtype, device)
     stacked = [copy.deepcopy(layer) for _ in range(layers)]
-    real = real_tokens(share, sizes)
-    xs = [x.view(*real.shape, sizes.d_model) for x in inputs]
-    padding = remove_padding(xs[0], real)[1]
+    real, xs, padding = padded(inputs, share, sizes)
 
     def stack(x: Tensor) -> Tensor:
         for one in stacked:  # without a norm a gated layer's output grows as a square

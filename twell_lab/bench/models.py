@@ -134,9 +134,8 @@ def model(
                     break
                 finally:
                     torch.cuda.empty_cache()
-    notes: dict[str, object] = {"left_out": bench.left_out} if bench.left_out else {}
-    if bench.no_energy:
-        notes["energy"] = bench.no_energy
+    notes = {"left_out": bench.left_out, "energy": bench.no_energy}
+    notes = {name: said for name, said in notes.items() if said}
     return Record.new(RECORD, "a whole model, dense beside sparse", table, notes)
 
 

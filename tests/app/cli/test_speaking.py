@@ -87,10 +87,8 @@ def opt(capsys, tmp_path):
 def test_a_model_of_transformers_says_what_its_own_generate_does(ask, value, capsys, opt):
     import transformers
 
-    theirs, tokenizer = (
-        transformers.OPTForCausalLM.from_pretrained(opt),
-        transformers.AutoTokenizer.from_pretrained(opt),
-    )
+    theirs = transformers.OPTForCausalLM.from_pretrained(opt)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(opt)
     ids = tokenizer("some text", return_tensors="pt").input_ids
     assert ids[0, 0] == 0  # as the tokenizer wants it
     said = theirs.eval().generate(ids, max_new_tokens=30, do_sample=False)[0]

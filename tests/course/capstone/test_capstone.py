@@ -2,13 +2,13 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.course.capstone.notebook_kernel import NOTEBOOK, changed, in_the_notebook, with_body
+from tests.course.capstone.notebook_kernel import changed, folded, in_the_notebook
+from tests.course.handed_out import edited, handed_out, needs_a_compiler, with_body
 from twell_lab import records, simulator
 from twell_lab.core import CompileError, InputError, StackError
 from twell_lab.course import exercises
@@ -16,8 +16,6 @@ from twell_lab.course.capstone import cases, data, gpu
 from twell_lab.course.capstone import data as capstone
 from twell_lab.cuda.launch import run
 from twell_lab.ops.down import down
-
-needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
 
 
 @pytest.fixture
@@ -136,8 +134,7 @@ WRONG = {
 
 @needs_a_compiler
 def test_the_example_beside_the_task_copies_eight_values(tmp_path):
-    texts = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]]
-    (example,) = (found for text in texts for found in re.findall(r"```cpp\n(.*?)```", text, re.DOTALL))
+    (example,) = folded("cpp")
     file = tmp_path / "example.cu"
     arguments = "const value_t* down_t, value_t* y, int i"
     file.write_text(f'#include "twell.cuh"\nextern "C" __global__ void example({arguments}) {{\n{example}}}\n')
@@ -152,7 +149,7 @@ def test_what_is_wrong_is_named(name, judged, monkeypatch):
     if name == "never ends":  # the others may take long on a busy machine
         monkeypatch.setattr(data, "SECONDS", 1.5)
     words, *edits = WRONG[name]
-    found = judged(with_body(edits[0]) if isinstance(edits[0], str) else changed(*edits))
+    found = judged(with_body(in_the_notebook()[0], edits[0]) if isinstance(edits[0], str) else changed(*edits))
     assert not found.right and words in found.said and found.counts is None and capstone.medal(found) is None
 
 
@@ -189,18 +186,14 @@ WRONG_STEPS = {
 
 
 def step_answers() -> dict[str, str]:
-    texts = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]]
-    answers = [found for text in texts for found in re.findall(r"```cuda\n(.*?)```", text, re.DOTALL)]
-    return {name: text for name in cases.STEPS for text in answers if f"\n{name}(" in text}
+    return {name: handed_out(kernels=True)[name][1] for name in cases.STEPS}
 
 
 @needs_a_compiler
 @pytest.mark.parametrize("name, what", WRONG_STEPS)
 def test_what_is_wrong_in_a_step_is_named(name, what, tmp_path):
     old, new, words = WRONG_STEPS[name, what]
-    (text,) = (answer for step, answer in step_answers().items() if step == name)
-    assert text.count(old) == 1
-    (tmp_path / "step.cu").write_text(text.replace(old, new))
+    (tmp_path / "step.cu").write_text(edited(step_answers()[name], (old, new)))
     found = capstone.judge(tmp_path / "step.cu", name)
     assert not found.right and words in found.said, found.said
 

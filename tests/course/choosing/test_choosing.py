@@ -20,14 +20,8 @@ def small(monkeypatch):
 
 def row(method, tokens, share, x_dense, **more):
     exact = method not in (methods.EXPERTS, methods.PREDICTED)
-    return {
-        "method": method,
-        "tokens": tokens,
-        "share": share,
-        "x_dense": x_dense,
-        "exact": exact,
-        "where": WHERE,
-    } | more
+    said = {"method": method, "tokens": tokens, "share": share, "x_dense": x_dense}
+    return said | {"exact": exact, "where": WHERE} | more
 
 
 MAP = [
@@ -103,11 +97,8 @@ def test_the_winners():
     }
     assert everything[0.01, 1]["method"] == methods.PREDICTED and everything[0.01, 64]["method"] == methods.EXPERTS
     left, right = (trace for trace in figures.winners(MAP).data if trace.type == "heatmap")
-    assert (
-        [*left.text[0]] == ["packed<br><b>2</b>", "dense<br><b>1</b>"]
-        and left.x == ("1", "64")
-        and left.y == ("1%", "50%")
-    )
+    assert [*left.text[0]] == ["packed<br><b>2</b>", "dense<br><b>1</b>"]
+    assert left.x == ("1", "64") and left.y == ("1%", "50%")
     assert len([t for t in figures.winners(MAP[:2]).data if t.type == "heatmap"]) == 1
 
 

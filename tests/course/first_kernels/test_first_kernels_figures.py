@@ -81,11 +81,8 @@ def test_a_step_shows_the_line_the_lanes_and_the_arrays():
     step = next(step for step in steps if step.kind == "write" and len(step.threads) == 2)
     figure = drawn.step_view(steps, step.index, text={"packed": drawn.packed_text(32)})
     title = figure.layout.title.text
-    assert (
-        "smxx_pack.cu:" in title
-        and "if (kept(v) &amp;&amp; slot &lt; words)" in title
-        and "2 lanes write packed" in title
-    )
+    for said in ("smxx_pack.cu:", "if (kept(v) &amp;&amp; slot &lt; words)", "2 lanes write packed"):
+        assert said in title
     texts, colours, *_ = panel(figure, "lanes of warp 0")
     assert [lane for lane, colour in enumerate(colours[0]) if colour == plots.ORANGE] == [t % 32 for t in step.threads]
     assert texts[0] == [str(lane) for lane in range(32)]

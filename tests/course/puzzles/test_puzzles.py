@@ -6,7 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.course.puzzles.notebook_kernels import in_the_notebook, needs_a_compiler
+from tests.course.handed_out import edited, needs_a_compiler, with_body
+from tests.course.puzzles.notebook_kernels import in_the_notebook
 from twell_lab.core import CompileError, StackError
 from twell_lab.course import exercises, puzzles
 from twell_lab.course.capstone.gpu import cubin
@@ -31,24 +32,14 @@ def judged(name: str, text: str, folder: Path) -> Verdict:
         return Verdict(False, str(reason))
 
 
-def with_body(name: str, body: str) -> str:
-    """The kernel that is handed out, with another body."""
-    given = in_the_notebook()[name][0]
-    return given[: given.index("{", given.index("__global__")) + 1] + f"\n{body}\n}}\n"
-
-
 def changed(name: str, *changes: tuple[str, str]) -> str:
     """The answer with these pieces of text replaced; each must occur once."""
-    text = in_the_notebook()[name][1]
-    for old, new in changes:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
+    return edited(in_the_notebook()[name][1], *changes)
 
 
 def kernel(name: str, *edits: str | tuple[str, str]) -> str:
     """The kernel that is handed out with this body, or the answer with these pieces of text replaced."""
-    return with_body(name, edits[0]) if isinstance(edits[0], str) else changed(name, *edits)
+    return with_body(in_the_notebook()[name][0], edits[0]) if isinstance(edits[0], str) else changed(name, *edits)
 
 
 # (puzzle, what is wrong) -> (words of what is said, what makes the kernel). "shortcut": right, and misses the point.
@@ -415,7 +406,7 @@ def test_each_listed_slip_leaves_something_else_and_is_named(name):
 @needs_a_compiler
 def test_a_loop_that_never_ends_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SECONDS", 1.0)
-    verdict = judged("map", with_body("map", "for (volatile int i = 0; ; ) i = 0;"), tmp_path)
+    verdict = judged("map", kernel("map", "for (volatile int i = 0; ; ) i = 0;"), tmp_path)
     assert not verdict.right and "a loop that never ends" in verdict.said
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.course.puzzles.notebook_kernels import in_the_notebook, needs_a_compiler
+from tests.course.handed_out import needs_a_compiler
+from tests.course.puzzles.notebook_kernels import in_the_notebook
 from twell_lab.course.puzzles import PUZZLES, figures
 
 

@@ -33,9 +33,8 @@ def test_runs_are_rows_like_those_of_a_recorded_sweep(small):
     pressed = train(replace(config, l1=1e-2), progress=False)
     rows = sweep.rows([first, train(replace(config, seed=1), progress=False), pressed])
     assert [row["label"] for row in rows] == ["lr 0.01", "seed 1", "L1 0.01"]
-    assert (
-        rows[2]["mean_nnz"] == pressed.mean_nnz == pytest.approx(sum(layer["nnz"] for layer in rows[2]["layers"]) / 2)
-    )
+    nnzs = [layer["nnz"] for layer in rows[2]["layers"]]
+    assert rows[2]["mean_nnz"] == pressed.mean_nnz == pytest.approx(sum(nnzs) / 2)
     for draw in (sweep.loss_against_nnz, sweep.over_time):
         assert "here" in draw(rows, "here").layout.title.text
     assert sweep.picked(rows, 1, "here").layout.title.text.startswith("L1 1e-2: ")

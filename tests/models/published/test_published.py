@@ -165,20 +165,11 @@ def test_a_folder_that_is_damaged_is_told_by_name(tmp_path, damage, message):
 # ---- those of others: the entries of the large ones' config.json that say what is computed
 
 FAT = {"hidden_act": "fatrelu", "rope_scaling": None}
-PROSPARSE = FAT | {
-    "auto_map": {"AutoModelForCausalLM": "modeling_sparsellama.SparseLlamaForCausalLM"},
-    "hidden_act_param": 0.25,
-    "model_type": "sparsellama",
-    "tie_word_embeddings": False,
-}
-MINICPM = FAT | {
-    "architectures": ["MiniCPMForCausalLM"],
-    "auto_map": {"AutoModelForCausalLM": "modeling_minicpm.MiniCPMForCausalLM"},
-    "hidden_act_param": 0.3,
-    "scale_emb": 12,
-    "dim_model_base": 8,
-    "scale_depth": 1.4,
-}
+PROSPARSE = FAT | {"hidden_act_param": 0.25, "model_type": "sparsellama", "tie_word_embeddings": False}
+PROSPARSE |= {"auto_map": {"AutoModelForCausalLM": "modeling_sparsellama.SparseLlamaForCausalLM"}}
+MINICPM = FAT | {"hidden_act_param": 0.3, "scale_emb": 12, "dim_model_base": 8, "scale_depth": 1.4}
+MINICPM |= {"architectures": ["MiniCPMForCausalLM"]}
+MINICPM |= {"auto_map": {"AutoModelForCausalLM": "modeling_minicpm.MiniCPMForCausalLM"}}
 BAMBOO = {"hidden_act": "relu", "model_type": "bamboo", "sliding_window": 8, "tie_word_embeddings": False}
 BAMBOO |= {"architectures": ["BambooForCausalLM"], "rope_theta": 10000.0}
 RELULLAMA = {"hidden_act": "relu", "model_type": "llama", "rope_scaling": None, "tie_word_embeddings": False}

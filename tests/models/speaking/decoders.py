@@ -10,15 +10,8 @@ from torch import nn
 from twell_lab.models import tiny
 
 VOCABULARY, END = 97, 2
-_SIZES = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=END,
-)
+_SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)
+_SIZES |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=END)
 _LLAMA = _SIZES | dict(intermediate_size=48, num_key_value_heads=2, head_dim=8, max_position_embeddings=128)
 _WINDOW = _LLAMA | dict(sliding_window=6)
 _OF_GPT2 = dict(n_embd=32, n_layer=3, n_head=4, n_positions=128)

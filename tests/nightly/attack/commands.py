@@ -11,6 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -78,13 +79,6 @@ def _paths(r: Random) -> str:
     return r.choice((*here, *here, str(home / "nowhere"), str(home / "text.txt" / "under"), *others))
 
 
-def _files(r: Random) -> str:
-    """As `_paths`, without files that never end: JSON is read as a whole, from a pipe too."""
-    while (path := _paths(r)).endswith(("/pipe", "/dev/full", "/mem", "-")):
-        pass
-    return path
-
-
 def _new(r: Random) -> str:
     """A place to write to."""
     home, fresh = _home(), tempfile.mkdtemp(dir=_home() / "hollow")
@@ -97,22 +91,22 @@ def _number(r: Random) -> str:
     return r.choice(NUMBERS)
 
 
-def _few(r: Random) -> str:
-    """A number of steps or tokens that is refused, or so small that they take no time."""
-    while (number := _number(r)).isdecimal() and len(number) > 1:
-        pass
-    return number
-
-
-def _soon(r: Random) -> str:
-    """A number of seconds that is refused, or small."""
-    while (number := _number(r)) in ("1_000", "7", "3"):
-        pass
-    return number
-
-
 def _word(r: Random) -> str:
     return r.choice(WORDS)
+
+
+def _without(draw: Callable[[Random], str], refused: Callable[[str], bool]) -> Callable[[Random], str]:
+    def drawn(r: Random) -> str:
+        while refused(value := draw(r)):
+            pass
+        return value
+
+    return drawn
+
+
+_files = _without(_paths, lambda path: path.endswith(("/pipe", "/dev/full", "/mem", "-")))  # JSON is read as a whole
+_few = _without(_number, lambda number: number.isdecimal() and len(number) > 1)  # steps or tokens that take no time
+_soon = _without(_number, ("1_000", "7", "3").__contains__)  # seconds
 
 
 def _may(numbers: str = "", words: str = "", **others) -> dict:
@@ -220,6 +214,7 @@ def check(r: Random, counts: Counter) -> None:
     """One command line."""
     line = arguments(r)
     out, way = _output(r)
+    shown = f"twell-lab {' '.join(map(ascii, line))} (output {way})"
     err = io.TextIOWrapper(io.BytesIO(), encoding="ascii" if way == "ascii" else "utf-8", errors="backslashreplace")
     counts.update([line[0], f"output {way}"])
     counts["checked"] += 1
@@ -232,15 +227,12 @@ def check(r: Random, counts: Counter) -> None:
         except SystemExit as stopped:  # argparse's
             status = stopped.code
         except BaseException as error:
-            raise AssertionError(
-                f"twell-lab {' '.join(map(ascii, line))} (output {way}): {type(error).__name__}: {error}"
-            ) from error
+            raise AssertionError(f"{shown}: {type(error).__name__}: {error}") from error
         finally:
             with contextlib.suppress(OSError, ValueError):
                 out.close() if way in ("full", "closed") else None
     err.flush()
     said = err.buffer.getvalue().decode("utf-8", "replace")
-    shown = f"twell-lab {' '.join(map(ascii, line))} (output {way})"
     assert status in (0, 1, 2), f"{shown}: exit status {status}"
     assert "Traceback" not in said, f"{shown}: {said[-2000:]}"
     assert status == 0 or said.strip() or way in ("full", "closed") or status == 1, (

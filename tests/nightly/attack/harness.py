@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 
 MOST_FAILURES = 10
+MEMORY = 12 << 30  # bytes of address space of a process of its own
+Check = Callable[[random.Random, Counter], None]
 PLACE = "TWELL_LAB_ATTACK"  # the environment variable that names the folder for what the attacks write
 PRELOADED = ["torch", *(f"twell_lab.{name}" for name in ("app.cli", "training.loop", "analysis.planner", "simulator"))]
 PRELOADED.append("twell_lab.training.text.source")
@@ -35,13 +37,7 @@ def randomness(name: str, seed: int, number: int) -> random.Random:
 
 
 def attack(
-    name: str,
-    check: Callable[[random.Random, Counter], None],
-    *,
-    seed: int,
-    cases: int,
-    number: int | None = None,
-    seconds: float | None = None,
+    name: str, check: Check, *, seed: int, cases: int, number: int | None = None, seconds: float | None = None
 ) -> dict:
     """Run check(r, counts) for each case, until `seconds` have passed, or for the one of this number. Returns the
     counts; at the end raises AssertionError with all failures, and how to run each again.
@@ -91,26 +87,17 @@ def forked(target: Callable, *arguments) -> multiprocessing.Process:
     return process
 
 
-def isolated(
-    name: str,
-    where: str,
-    *,
-    seed: int,
-    cases: int,
-    number: int | None = None,
-    seconds: float = 60.0,
-    memory: int = 12 << 30,
-) -> dict:
+def isolated(name: str, where: str, *, seed: int, cases: int, number: int | None = None, seconds: float = 60.0) -> dict:
     """`attack` in a process with bounded memory, for checks that may crash, hang or take all memory. A case that does is
     a failure, and the next case begins in a new process.
 
-    where: "module:function" of check(r, counts); seconds: how long a case may take; memory: bytes of address space."""
+    where: "module:function" of check(r, counts); seconds: how long a case may take."""
     counts, failures = Counter(), []
     wanted = iter(range(cases) if number is None else (number,))
     each = next(wanted, None)
     while each is not None and len(failures) < MOST_FAILURES:
         ours, theirs = _context.Pipe()
-        process = forked(_serve, theirs, name, where, seed, memory)
+        process = forked(_serve, theirs, name, where, seed)
         theirs.close()
         try:
             while each is not None and len(failures) < MOST_FAILURES:
@@ -143,11 +130,11 @@ def _ending(code: int | None) -> str:
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
 
 
-def _serve(pipe, name: str, where: str, seed: int, memory: int) -> None:
+def _serve(pipe, name: str, where: str, seed: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     module, _, function = where.partition(":")
     check = getattr(importlib.import_module(module), function)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tests.ops import dense
-from tests.ops.table import poisoned
+from tests.ops.table import bits, poisoned
 from twell_lab.cuda import launch
 from twell_lab.formats.twell import TILE, WORDS
 from twell_lab.layers.choice import Choice, one_of_each
@@ -268,15 +268,11 @@ def _wrong_results(layer: Layer, r: random.Random, counts: Counter) -> Iterator[
         counts["worst"] = max(counts["worst"], verdict.ratio)
         if not verdict.ratio <= 1.0:
             yield f"{name}: row {verdict.row} is off by {verdict.ratio:.3g} times what is allowed"
-        if not torch.equal(_bits(y), _bits(again)):
+        if not torch.equal(bits(y), bits(again)):
             yield f"{name}: the second call gave other bits{', on a side stream' * late}"
     # The values of a training are finite, and in a range in which no product under- or overflows.
     if not any(trait.startswith(("scaled", "rows that")) for trait in layer.traits):
         yield from _wrong_gradients(layer, exact, r, counts)
-
-
-def _bits(t: Tensor) -> Tensor:
-    return t.contiguous().view({2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
 def _poison(like: Tensor, filled: bool):
@@ -338,7 +334,7 @@ def _wrong_gradients(layer: Layer, exact: accuracy.Exact, r: random.Random, coun
                 continue
             if not (off := _off(a, b, e, n)) <= 1.0:
                 yield f"gradient of {name}, {path}: off by {off:.3g} times what is allowed"
-            if not torch.equal(_bits(a), _bits(second)):
+            if not torch.equal(bits(a), bits(second)):
                 yield f"gradient of {name}, {path}: the second call gave other bits"
 
 

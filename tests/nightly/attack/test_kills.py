@@ -3,14 +3,11 @@
 import sys
 
 import pytest
-import torch
 
 from tests.nightly.attack import kills
 from tests.nightly.attack.harness import attack
 from tests.training.train.harming import killed_at
-from twell_lab import records
 from twell_lab.analysis.planner import Plan
-from twell_lab.analysis.profile import FiringProfile, profile
 from twell_lab.models.tiny import LanguageModel, ModelConfig
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes as Linux does")
@@ -29,21 +26,11 @@ def model(seed):
     return made
 
 
-def record(folder, seed):
-    made = records.Record("attacked", str(seed), [{"value": seed}], "2026-01-02T03:04:05Z", None, None, {}, kernels={})
-    records.core.write_atomically(folder / "record.json", made.to_json())
-
-
-# What saves a thing of each kind, another for each seed, and how the seed is read from what was saved.
+# What saves a thing of several files, or of one, another for each seed; and how the seed is read from what was saved.
 SAVES = {
-    "record": (record, lambda folder: int(records.load(folder / "record.json").purpose)),
     "model": (
         lambda folder, seed: model(seed).save(folder),
         lambda folder: int(next(LanguageModel.load(folder).parameters())[0, 0]),
-    ),
-    "profile": (
-        lambda folder, seed: profile(model(1), torch.zeros(seed, 8, dtype=torch.int64)).save(folder / "it.json"),
-        lambda folder: FiringProfile.load(folder / "it.json").tokens // 8,
     ),
     "plan": (
         lambda folder, seed: Plan([], "cpu", "float32", rates={"a": float(seed)}).save(folder / "it.json"),

@@ -7,9 +7,10 @@ import torch
 from hypothesis import strategies as st
 
 from tests.formats import test_formats as formats
+from tests.ops import table
 from tests.ops.rows.drawn import gate_of
+from tests.ops.rows.pooled import Pooled, case_of
 from tests.simulator import test_few_rows, test_kernels
-from tests.simulator.pooled_cases import Pooled
 from twell_lab import simulator
 
 needs_a_compiler = pytest.mark.skipif(not simulator.available(), reason="needs a C++ compiler")
@@ -47,7 +48,8 @@ def pooled(data):
     for _ in range(draw(st.integers(0, 2))):
         place = draw(st.integers(0, rows - 1)), draw(st.integers(0, WIDTH - 1))
         layer.x[place] = draw(st.sampled_from([torch.nan, torch.inf, -torch.inf]))
-    layer.check(*draw(st.sampled_from([("gated", 5), ("gated", 6), ("gated", 7), ("down", 4), ("down", 5)])))
+    kernel = draw(st.sampled_from([("gated", 5), ("gated", 6), ("gated", 7), ("down", 4), ("down", 5)]))
+    table.check(case_of(*kernel, lambda: layer), "cpu")
 
 
 @needs_a_compiler

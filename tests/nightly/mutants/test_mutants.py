@@ -103,11 +103,7 @@ OPEN = {
     ("dense_row.cuh", "for (int k = 0; k «<»CHUNKS; ++k) {", +1): "a chunk past the row's last is loaded, or used",
     ("smxx_pack.cu", "for (int j = 0; j «<»TILES; ++j) {", +1): "a tile that is not used is loaded",
     ("smxx_quantise_rows.cu", "for (int k = 0; k «<»HELD; ++k) {", +1): "the loop behind stores the right one",
-    (
-        "smxx_down.cu",
-        "«for (int i =»1, at = 0; i <= kept; ++i) {",
-        -1,
-    ): "the head as an entry, of a column nobody wrote",
+    ("smxx_down.cu", "«for (int i =»1, at = 0; i <= kept", -1): "the head as an entry, of a column nobody wrote",
 }
 
 

@@ -17,31 +17,23 @@ TYPES = (BF16, FP16, FP32)
 NO_TAIL = (None, None, None)
 
 
-def case(name, pattern, version, dtype, shape, tail=False, tile=256, words=32, signed=False, both=False, how="", biases=None, seed=0):  # fmt: skip
-    rows, d_model, d_ff = shape
-    biases = "ud" * (rows % 2) if biases is None else biases
+def case_of(name, version, make, tail=False, tile=256, words=32, signed=False, both=False, called="", large=False, off=False):  # fmt: skip
+    """make: () -> x, gate [tokens, d_ff] before its activation, up, down_t and their biases, or None. off: all tensors
+    off a boundary of 16 bytes."""
 
     def draw():
-        gate, layer = (
-            gate_of(pattern, rows, d_ff, dtype, tile, words, seed),
-            Layer.draw(*shape, dtype, biases=True, seed=seed),
-        )
-        if how == "spoilt":
-            layer.spoilt()
-        if signed:
-            gate = torch.where(gate > 0, torch.where(torch.arange(d_ff) % 2 == 0, gate, -gate), 0)
+        x, gate, *layer = make()
         packed = (TwELL.from_dense if signed else TwELL.from_gate)(gate, tile, words)
         overflow = (packed.tail_pointer, packed.tail_column, packed.tail_value)
         unread = torch.arange(words) > packed.packed[..., :1]
         packed = packed.packed.masked_fill(unread, -1)  # NaN in a column that no matrix has
-        biased = (bias if letter in biases else None for bias, letter in ((layer.up_bias, "u"), (layer.down_bias, "d")))
-        made = [layer.x, gate, packed, overflow, layer.up, layer.down_t, *biased]
-        return tuple(shifted(t) if how == "shifted" and isinstance(t, torch.Tensor) else t for t in made)
+        made = [x, gate, packed, overflow, *layer]
+        return tuple(shifted(t) if off and isinstance(t, torch.Tensor) else t for t in made)
 
     def operation(call, x, gate, packed, overflow, up, down_t, up_bias, down_bias):
         beyond = (None, overflow) if tail else (gate, NO_TAIL)
         if name == "down":
-            return down.down(call, packed, *beyond, down_t, down_bias, d_ff, tile, version, signed=signed)
+            return down.down(call, packed, *beyond, down_t, down_bias, gate.shape[1], tile, version, signed=signed)
         layer = (up, down_t, up_bias, down_bias)
         return gated.gated(call, x, packed, *beyond, *layer, tile, version, signed=signed, both=both)
 
@@ -55,9 +47,25 @@ def case(name, pattern, version, dtype, shape, tail=False, tile=256, words=32, s
         return gated.reference(x, gate, up, down_t, up_bias, down_bias, acts=acts)
 
     source = {"down": down.DOWN, "gated": gated.GATED}[name]
+    return Case(called, (source,), draw, operation, reference, tolerance=gated.TOLERANCE, large=large)
+
+
+def case(name, pattern, version, dtype, shape, tail=False, tile=256, words=32, signed=False, both=False, how="", biases=None, seed=0):  # fmt: skip
+    rows, d_model, d_ff = shape
+    biases = "ud" * (rows % 2) if biases is None else biases
+
+    def make():
+        gate = gate_of(pattern, rows, d_ff, dtype, tile, words, seed)
+        layer = Layer.draw(*shape, dtype, biases=True, seed=seed)
+        layer = layer.spoilt() if how == "spoilt" else layer
+        if signed:
+            gate = torch.where(gate > 0, torch.where(torch.arange(d_ff) % 2 == 0, gate, -gate), 0)
+        biased = (bias if letter in biases else None for bias, letter in ((layer.up_bias, "u"), (layer.down_bias, "d")))
+        return layer.x, gate, layer.up, layer.down_t, *biased
+
     more = ("tail" * tail, "signed" * signed, "both" * both, how, "" if tile == 256 else f"{tile} in {words}")
     called, large = named(f"{name}_v{version}:", pattern, dtype, *shape, *more), rows * d_model * d_ff > 10**7
-    return Case(called, (source,), draw, operation, reference, tolerance=gated.TOLERANCE, large=large)
+    return case_of(name, version, make, tail, tile, words, signed, both, called, large, how == "shifted")
 
 
 def _versions(name, newest):

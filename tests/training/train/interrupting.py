@@ -18,9 +18,8 @@ def assert_saves_once(started: subprocess.Popen, out: Path, steps: int, number: 
     said = started.communicate(timeout=600)[1]
     state = checkpoint.load(out)
     assert state["history"][-1]["step"] == state["step"]
-    assert (
-        said.count(f"twell-lab: stopped after step {state['step']} of {steps}") == 1 and f"with --resume {out}" in said
-    )
+    assert said.count(f"twell-lab: stopped after step {state['step']} of {steps}") == 1
+    assert f"with --resume {out}" in said
 
 
 def wait_for_rows(started: subprocess.Popen, out: Path, rows: int = 4) -> None:

@@ -32,9 +32,8 @@ def test_every_run_of_the_plan_is_made_once_and_at_the_best_rate(rows):
     assert None in rows[0]["history"]["val_bits_per_byte"]
     assert rows[-1]["config"]["reinit"] == 0.1 and rows[-1]["config"]["dead_every"] == 4
     assert [row["config"]["seed"] for row in rows] == [0, 0, 0, 0, 1, 1, 0]
-    assert (
-        len({row["history"]["ce"][0] for row in rows if row["config"]["seed"] == 0}) == 1
-    )  # the same text and weights
+    firsts = {row["history"]["ce"][0] for row in rows if row["config"]["seed"] == 0}
+    assert len(firsts) == 1  # the same text and weights
     saved = json.loads(Record.new("sweep", "a test", rows).to_json())["rows"]
     assert saved == rows and not any("text" in row["config"] or "device" in row["config"] for row in saved)
 
