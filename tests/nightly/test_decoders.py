@@ -8,7 +8,7 @@ from tests.models.speaking import decoders
 from tests.models.speaking import test_generate as ordinary
 from tests.models.speaking.test_generate import loop  # noqa: F401
 
-SEEN = (*ordinary.GRAPHS, *decoders.NO_POSITIONS)
+SEEN = (*ordinary.GRAPHS, *decoders.PLAIN)
 OTHERS = [name for name in decoders.FAMILIES if name not in ordinary.FAMILIES]
 
 
