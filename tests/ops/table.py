@@ -167,7 +167,8 @@ def _listed(result) -> list[Tensor]:
 
 
 def bits(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.uint8) if t.dim() else t.reshape(1).view(torch.uint8)
+    t = t if t.dim() else t.reshape(1)
+    return t.new_empty(t.shape).copy_(t).view(torch.uint8)  # .contiguous() may keep odd strides of a single column
 
 
 def shifted(t: Tensor) -> Tensor:
