@@ -279,15 +279,17 @@ __device__ __forceinline__ void add_rows(float (&sum)[SUMS][VECTOR], const Own<L
     }
 }
 
-template <int LANES>
+// slab() is the number of this block's slab, and a row of y is `row` long. It is a function so that the compiler reads
+// blockIdx.x where it is needed: read ahead it makes the kernels spill on sm_100.
+template <int LANES, class Slab>
 __device__ __forceinline__ void product_of_kept(OwnMemory<LANES>& memory, const value_t* x, const value_t* first_t,
                                                 const value_t* second_t, const value_t* first_bias,
                                                 const value_t* second_bias, value_t* y, int tokens, int inputs,
-                                                int outputs, float threshold, int slab, int row) {
+                                                int outputs, float threshold, Slab slab, int row) {
     constexpr int COLUMNS = LANES * VECTOR, BATCH = Own<LANES>::BATCH;
     static_assert(TOKENS * COLUMNS <= V3_WARPS * WARP, "a thread writes one output");
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int column = slab * COLUMNS + lane % LANES * VECTOR;
+    const int column = slab() * COLUMNS + lane % LANES * VECTOR;
     const bool inside = column < outputs;
     const value_t* const weights[] = {first_t + column, second_t + column};
     Own<LANES>& own = memory.own[warp];
@@ -331,7 +333,7 @@ __device__ __forceinline__ void product_of_kept(OwnMemory<LANES>& memory, const 
         }
     }
     __syncthreads();
-    const int token = threadIdx.x / COLUMNS, c = threadIdx.x % COLUMNS, n = slab * COLUMNS + c;
+    const int token = threadIdx.x / COLUMNS, c = threadIdx.x % COLUMNS, n = slab() * COLUMNS + c;
     if (token >= min(TOKENS, tokens) || n >= outputs) return;
     float all[MATRICES] = {};
 #pragma unroll
@@ -350,7 +352,7 @@ kept_inputs_v3_wide(const value_t* __restrict__ x, const value_t* __restrict__ f
                     int outputs, float threshold) {
     __shared__ OwnMemory<16> memory;
     product_of_kept<16>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold,
-                       blockIdx.x, outputs);
+                       [] { return blockIdx.x; }, outputs);
 }
 #endif
 
@@ -360,7 +362,7 @@ kept_inputs_v3(const value_t* __restrict__ x, const value_t* __restrict__ first_
                int tokens, int inputs, int outputs, float threshold) {
     __shared__ OwnMemory<8> memory;
     product_of_kept<8>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold,
-                       blockIdx.x, outputs);
+                       [] { return blockIdx.x; }, outputs);
 }
 
 extern "C" __global__ void __launch_bounds__(V3_WARPS * WARP, SUMS > 2 ? 1 : 2)
@@ -370,7 +372,7 @@ kept_inputs_v3_narrow(const value_t* __restrict__ x, const value_t* __restrict__
                       int outputs, float threshold) {
     __shared__ OwnMemory<4> memory;
     product_of_kept<4>(memory, x, first_t, second_t, first_bias, second_bias, y, tokens, inputs, outputs, threshold,
-                       blockIdx.x, outputs);
+                       [] { return blockIdx.x; }, outputs);
 }
 
 #if !PAIRED && !ACTIVATED
@@ -390,7 +392,7 @@ kept_inputs_v3_each(const value_t* __restrict__ x, const value_t* __restrict__ a
     } else if (slab >= of_a) {
         weight = b_t, bias = b_bias, outputs = b, first = a, slab -= of_a;
     }
-    product_of_kept<EACH_LANES>(memory, x, weight, nullptr, bias, nullptr, y + first, tokens, inputs, outputs, 0, slab,
-                                a + b + c);
+    product_of_kept<EACH_LANES>(memory, x, weight, nullptr, bias, nullptr, y + first, tokens, inputs, outputs, 0,
+                                [=] { return slab; }, a + b + c);
 }
 #endif
