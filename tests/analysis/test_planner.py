@@ -213,7 +213,6 @@ def test_a_plain_layer_computes_as_the_one_found_with_its_weights(make):
         (dict(tokens=(4, 4)), "tokens is"),
         (dict(tokens=[[4]]), "tokens is"),
         (dict(batches=[]), "batches is empty"),
-        (dict(measure=False), "batches are given"),
         (dict(calls="captured"), "calls is 'captured' on cpu; accepted: eager"),
         (dict(paths=["fast"]), "paths has 'fast'"),
         (dict(paths=["two_four"]), "path 'two_four'"),

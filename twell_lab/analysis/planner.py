@@ -187,8 +187,6 @@ def plan(
     device, dtype = found[0].up.weight.device, found[0].up.weight.dtype
     if calls not in CALLS or calls == "captured" and device.type != "cuda":
         raise InputError(f"calls is {calls!r:.80} on {device}; accepted: {', '.join(CALLS)} (the last on a GPU)")
-    if batches is not None and not measure:
-        raise InputError("measure is False, and batches are given; accepted: batches to time on, or predictions alone")
     if dtype not in VALUE_DTYPES:
         raise InputError(f"the model's weights are {dtype}; bfloat16, float16 and float32 are accepted")
     fitted, rates = _fitted(paths, found), rates or measure_rates(device, dtype)
