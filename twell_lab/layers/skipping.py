@@ -51,24 +51,24 @@ def stop_skipping(module: nn.Module) -> None:
 def join(graph: Graph) -> None:
     """Have a compiled graph compute projections of one input, as queries, keys and values are, in one launch, where
     there is one token: a small one in a launch of its own takes nearly as long as a large one."""
-    one, each = torch.ops.twell_lab.kept_inputs.default, torch.ops.twell_lab.kept_inputs_each.default
-    found: dict[str, list[Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=one):
+    single, several = torch.ops.twell_lab.kept_inputs.default, torch.ops.twell_lab.kept_inputs_each.default
+    groups: dict[str, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=single):
         x, first, second, bias, _, threshold, kind = node.args
-        given = all(part is None or part.op == "placeholder" for part in (first, bias))
-        alone = node.meta["val"].shape[:-1].numel() == 1  # of several tokens, parts of a result would not be contiguous
-        if given and alone and second is None and kind is None and not threshold:
-            found.setdefault(_formula(x), []).append(node)
-    for nodes in found.values():
+        inputs = all(part is None or part.op == "placeholder" for part in (first, bias))  # torch's word for a graph's
+        one_token = node.meta["val"].shape[:-1].numel() == 1  # of more, parts of a result would not be contiguous
+        if inputs and one_token and second is None and kind is None and not threshold:
+            groups.setdefault(_formula(x), []).append(node)
+    for nodes in groups.values():
         for i in range(0, len(nodes) - 1, kept_inputs.TOGETHER):
-            some = nodes[i : i + kept_inputs.TOGETHER]
-            given = some[0].args[0], [node.args[1] for node in some], [node.args[3] for node in some]
-            with graph.inserting_before(some[0]):
-                made, end = _added(graph, each, *given), 0
-                for node in some:
+            group = nodes[i : i + kept_inputs.TOGETHER]
+            weights, biases = ([node.args[number] for node in group] for number in (1, 3))
+            with graph.inserting_before(group[0]):
+                joined, end = _added(graph, several, group[0].args[0], weights, biases), 0
+                for node in group:
                     begin, end = end, end + node.meta["val"].shape[-1]
-                    node.replace_all_uses_with(_added(graph, torch.ops.aten.slice.Tensor, made, -1, begin, end))
-            for node in some:
+                    node.replace_all_uses_with(_added(graph, torch.ops.aten.slice.Tensor, joined, -1, begin, end))
+            for node in group:
                 graph.erase_node(node)
 
 
@@ -95,7 +95,7 @@ def _added(graph: Graph, operator: torch._ops.OpOverload, *given) -> Node:
 def _formula(value: object, steps: int = 4) -> str:
     """Describe how a value of a graph is computed, some steps back. Two with one description are equal: each projection
     cuts their common input by itself."""
-    made = steps and isinstance(value, Node) and value.op == "call_function"
-    if not made or torch.Tag.nondeterministic_seeded in getattr(value.target, "tags", ()):
+    computed = steps and isinstance(value, Node) and value.op == "call_function"
+    if not computed or torch.Tag.nondeterministic_seeded in getattr(value.target, "tags", ()):
         return repr(value)
     return f"{value.target}({[_formula(part, steps - 1) for part in value.args]}, {value.kwargs})"
